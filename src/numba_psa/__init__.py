@@ -1,0 +1,33 @@
+"""PSA attention and FlashAttention-2, defined once in NumPy and computed by several implementations.
+
+    import numba_psa
+    out = numba_psa.attention(qkv, num_heads)          # qkv [B, num_heads*4*KEY_DIM, H, W] -> out [B, num_heads*2*KEY_DIM, H, W]
+
+`numba_psa.oracle` is the definition; `numba_psa.mirror` the original's kernels one by one in Numba CUDA. Importing this
+package touches no device and loads neither Numba nor Hypothesis.
+"""
+
+from numba_psa import oracle
+from numba_psa.contract import OPERATIONS, Operation
+from numba_psa.errors import BackendUnavailableError, DTypeError, NumbaPSAError, ParameterError, ShapeError
+from numba_psa.implementations import IMPLEMENTATIONS, attention, attention_backward, implementation
+from numba_psa.shapes import AttentionShape, PSAShape
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "OPERATIONS",
+    "AttentionShape",
+    "BackendUnavailableError",
+    "DTypeError",
+    "NumbaPSAError",
+    "Operation",
+    "PSAShape",
+    "ParameterError",
+    "ShapeError",
+    "attention",
+    "attention_backward",
+    "implementation",
+    "oracle",
+]
