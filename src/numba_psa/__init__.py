@@ -1,7 +1,7 @@
 """PSA attention and FlashAttention-2, defined once in NumPy and computed by several implementations.
 
     import numba_psa
-    out = numba_psa.attention(qkv, num_heads)          # qkv [B, num_heads*4*KEY_DIM, H, W] -> out [B, num_heads*2*KEY_DIM, H, W]
+    out = numba_psa.attention(qkv, num_heads)  # [B, num_heads*4*KEY_DIM, H, W] -> [B, num_heads*2*KEY_DIM, H, W]
 
 `numba_psa.oracle` is the definition; `numba_psa.mirror` the original's kernels one by one in Numba CUDA. Importing this
 package touches no device and loads neither Numba nor Hypothesis.
