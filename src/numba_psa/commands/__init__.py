@@ -1,0 +1,1 @@
+"""The commands of `numba-psa`, one module each; `numba_psa.cli` assembles them."""
