@@ -153,7 +153,8 @@ def judge(
     if plain is None:
         truth, budget = rounded, 0.0
     else:
-        budget = factor * relative_error(plain, truth, reference_norm) + machine_epsilon(dtype)
+        usable = np.where(np.isfinite(plain.astype(np.float64)), truth, np.nan)  # where plain fails, it allows nothing
+        budget = factor * relative_error(plain, usable, reference_norm) + machine_epsilon(dtype)
     error = relative_error(actual, truth, reference_norm)
     finite_actual, finite_truth = _finite_part(actual, truth)
     worst = 0.0
