@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from numba_psa.arrays import as_floats, quiet
 from numba_psa.numerics import FLOAT64, check_dtypes, check_scale, float_dtype
-from numba_psa.oracle.flash_attn2 import as_floats, flash_attention2_forward, gradients_of, quiet
+from numba_psa.oracle.flash_attn2 import flash_attention2_forward, gradients_of
 from numba_psa.shapes import L_AXES, OUT_AXES, PSAShape, check_shape
 
 

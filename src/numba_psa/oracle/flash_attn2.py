@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from numba_psa.numerics import FLOAT64, accumulator_dtype, check_dtypes, check_scale, float_dtype
+from numba_psa.arrays import as_floats, quiet
+from numba_psa.numerics import FLOAT64, accumulator_dtype, check_scale, float_dtype
 from numba_psa.shapes import AttentionShape
 
 
@@ -137,17 +138,6 @@ def _backward(q, k, v, o, do, l, softmax_scale, dtype, compute_dtype) -> tuple[n
 
 
 # ---- what the other modules of the oracle share -----------------------------------------------------------------------
-def as_floats(**arrays: ArrayLike) -> tuple[list[np.ndarray], np.dtype]:
-    """The named arrays as NumPy arrays, and the one dtype they share (see `numerics.check_dtypes`)."""
-    found = {name: np.asarray(x) for name, x in arrays.items()}
-    return list(found.values()), check_dtypes(**{name: x.dtype for name, x in found.items()})
-
-
-def quiet():
-    """NaN, inf and rounding to a smaller range are values here, not accidents."""
-    return np.errstate(all="ignore")
-
-
 def round_outputs(o, l, input_dtype, dtype) -> tuple[np.ndarray, np.ndarray]:
     """o in the input dtype and l in its accumulator dtype, or both in `dtype` if one is asked for."""
     if dtype is not None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from numba_psa.errors import DTypeError, ParameterError
-from numba_psa.numerics import check_dtypes, float_dtype
-from numba_psa.oracle.flash_attn2 import as_floats, gradients_of, quiet
+from numba_psa.arrays import as_floats, quiet, target_or_zeros
+from numba_psa.numerics import float_dtype
+from numba_psa.oracle.flash_attn2 import gradients_of
 from numba_psa.shapes import K_AXES, Q_AXES, QKV_AXES, V_AXES, V_LO, AttentionShape, PSAShape, check_shape
 
 
@@ -150,19 +150,7 @@ def _result(view: np.ndarray, input_dtype: np.dtype, dtype: DTypeLike | None) ->
 
 
 def _target(name, target, shape, axes, input_dtype, dtype) -> np.ndarray:
-    """The array to add into: the caller's, checked, or zeros."""
-    wanted = input_dtype if dtype is None else float_dtype(dtype)
-    if target is None:
-        return np.zeros(shape, wanted)
-    if not isinstance(target, np.ndarray):
-        raise DTypeError(f"{name} is changed in place: it must be a numpy.ndarray, got {type(target).__name__}")
-    check_shape(name, target.shape, shape, axes)
-    check_dtypes(**{name: target.dtype})
-    if target.dtype != wanted:
-        raise DTypeError(f"{name} has dtype {target.dtype}, expected {wanted}")
-    if not target.flags.writeable:
-        raise ParameterError(f"{name} is read-only, but the result is written into it")
-    return target
+    return target_or_zeros(name, target, shape, axes, input_dtype if dtype is None else float_dtype(dtype))
 
 
 def _add(target: np.ndarray, gradient: np.ndarray) -> np.ndarray:
