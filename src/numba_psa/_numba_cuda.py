@@ -14,6 +14,7 @@ from numba import config
 
 from numba_psa.devices import INSTALL, gpu_problem
 from numba_psa.errors import BackendUnavailableError
+from numba_psa.numerics import BFLOAT16
 
 try:
     from numba import cuda
@@ -35,9 +36,10 @@ __all__ = [
     "cuda",
     "device_function",
     "flat_copy",
-    "host_view",
     "is_device_array",
     "require_device",
+    "to_device",
+    "to_host",
     "to_numba_array",
     "write_back",
 ]
@@ -55,13 +57,18 @@ def require_device(impl: str) -> None:
         )
 
 
-def compile_ptx(kernel: Any, signature: tuple, cc: tuple[int, int]) -> str:
-    """PTX of a kernel function for compute capability `cc`; needs the toolkit wheels of the cu12 or cu13 extra, no GPU."""
+def compile_ptx(kernel: Any, signature: Any, cc: tuple, *, fastmath: bool = False, launch_bounds: Any = None) -> str:
+    """PTX of a kernel function for a compute capability, (8, 0) or (9, 0, "a").
+
+    launch_bounds: threads a block, or that and the blocks that a multiprocessor must have room for. Needs the toolkit
+    wheels of the cu12 or cu13 extra, no GPU.
+    """
     if SIMULATED:
         raise BackendUnavailableError("the CUDA simulator cannot compile to PTX: unset NUMBA_ENABLE_CUDASIM")
+    options = {"device": False, "abi": "numba", "fastmath": fastmath, "launch_bounds": launch_bounds}
     try:
-        with _pretend_device(cc):
-            return cuda.compile_ptx(kernel, signature, cc=cc)[0]
+        with _pretend_device(cc[:2]):
+            return cuda.compile(kernel, signature, cc=cc, **options)[0]
     except cuda.cudadrv.error.NvvmSupportError as error:
         raise BackendUnavailableError(f"compiling to PTX needs NVVM, which is not installed: {INSTALL}") from error
 
@@ -111,24 +118,24 @@ def to_numba_array(array: Any) -> Any:
     return array if hasattr(array, "__cuda_ndarray__") else cuda.as_cuda_array(array)
 
 
-def flat_copy(array: Any) -> Any:
+def flat_copy(array: Any, stream: Any = 0) -> Any:
     """The elements of a Numba device array in C order as a 1-D device array: a view where it is contiguous, else a copy."""
     if array.is_c_contiguous():
         return array.reshape(array.size)
     flat = cuda.device_array(array.shape, array.dtype)
-    _copy(array, flat)
+    _copy(array, flat, stream)
     return flat.reshape(array.size)
 
 
-def write_back(flat: Any, array: Any) -> None:
+def write_back(flat: Any, array: Any, stream: Any = 0) -> None:
     """The reverse of `flat_copy`: elements of `flat` into the strided device array `array`."""
-    _copy(flat.reshape(array.shape), array)
+    _copy(flat.reshape(array.shape), array, stream)
 
 
-def _copy(source: Any, target: Any) -> None:
+def _copy(source: Any, target: Any, stream: Any) -> None:
     if source.size:
         blocks = min(-(-source.size // 256), 2**16)
-        _copy_kernel[blocks, 256](_four_dimensional(source), _four_dimensional(target))
+        _copy_kernel[blocks, 256, stream](_four_dimensional(source), _four_dimensional(target))
 
 
 def _four_dimensional(array: Any) -> Any:
@@ -136,7 +143,7 @@ def _four_dimensional(array: Any) -> Any:
     if SIMULATED:
         return array.reshape((1,) * missing + array.shape)
     return cuda.cudadrv.devicearray.DeviceNDArray(
-        (1,) * missing + array.shape, (0,) * missing + array.strides, array.dtype, gpu_data=array.gpu_data
+        (1,) * missing + array.shape, (0,) * missing + array.strides, _transport(array.dtype), gpu_data=array.gpu_data
     )
 
 
@@ -152,6 +159,16 @@ def _copy_kernel(source, target):
         target[b, c, y, x] = source[b, c, y, x]
 
 
-def host_view(array: np.ndarray, storage: np.dtype) -> np.ndarray:
-    """`array` in C order with the element type kernels see."""
-    return np.ascontiguousarray(array).view(storage)
+def to_device(array: np.ndarray, dtype: np.dtype | None = None) -> Any:
+    """A copy on the device in C order, seen as elements of `dtype` of the same size. numba-cuda cannot move a bfloat16."""
+    flat = np.ascontiguousarray(array).view(_transport(array.dtype)).reshape(-1)
+    return cuda.to_device(flat).view(dtype or array.dtype).reshape(array.shape)
+
+
+def to_host(array: Any) -> np.ndarray:
+    """A contiguous Numba device array as a NumPy array."""
+    return array.view(_transport(array.dtype)).copy_to_host().view(array.dtype)
+
+
+def _transport(dtype: np.dtype) -> np.dtype:
+    return np.dtype(np.uint16) if dtype == BFLOAT16 else dtype

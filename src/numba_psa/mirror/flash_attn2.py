@@ -116,10 +116,12 @@ def _launch(
     scalars: tuple,
 ) -> None:
     """Grid (rows, BH) in the argument order of the original; more batch-heads than a y axis holds go in several launches."""
-    for part in batch_head_slices(shape.bh):
-        pointers = []
-        for flat, layout in arrays:
-            per_head = math.prod(layout[1:])
-            pointers.append(flat[part.start * per_head : part.stop * per_head])
-        constants = (shape.head_dim, shape.value_dim, call.element)
+    constants = (shape.head_dim, shape.value_dim, call.element)
+    parts = batch_head_slices(shape.bh)
+    for part in parts:
+        pointers = [flat for flat, _ in arrays]
+        if len(parts) > 1:
+            pointers = [
+                flat[part.start * math.prod(layout[1:]) : part.stop * math.prod(layout[1:])] for flat, layout in arrays
+            ]
         launch(factory, constants, (rows, part.stop - part.start), lanes, *pointers, *scalars)

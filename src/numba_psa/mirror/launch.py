@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
+from numba.core.errors import NumbaPerformanceWarning
 
 from numba_psa._numba_cuda import (
     MAX_GRID_X,
@@ -14,9 +16,10 @@ from numba_psa._numba_cuda import (
     MAX_THREADS,
     cuda,
     flat_copy,
-    host_view,
     is_device_array,
     require_device,
+    to_device,
+    to_host,
     to_numba_array,
     write_back,
 )
@@ -92,8 +95,8 @@ class Call:
 
     def result(self, flat: Any, shape: Sequence[int], dtype: np.dtype | None = None) -> Any:
         """A flat device array as the caller's kind of array."""
-        array = flat if self.on_device else flat.copy_to_host()
-        return array.view(dtype or self.dtype).reshape(tuple(shape))
+        array = flat.view(dtype or self.dtype).reshape(tuple(shape))
+        return array if self.on_device else to_host(array)
 
     def _storage(self, name: str) -> np.dtype:
         return accumulator_dtype(self.dtype) if name == "l" else self.element.storage
@@ -102,7 +105,7 @@ class Call:
         require_device("mirror")
         if self.on_device:
             return flat_copy(array).view(storage)
-        return cuda.to_device(host_view(array, storage).reshape(-1))
+        return to_device(array, storage).reshape(array.size)
 
 
 @cache
@@ -117,7 +120,9 @@ def launch(factory: Callable, constants: tuple, grid: tuple[int, ...], block: in
         return
     if grid[0] > MAX_GRID_X:
         raise ShapeError(f"{factory.__name__} needs a grid of {grid[0]} blocks on x, CUDA takes at most {MAX_GRID_X}")
-    compiled(factory, *constants)[grid, block](*arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumbaPerformanceWarning)  # a small grid is no mistake here
+        compiled(factory, *constants)[grid, block](*arguments)
 
 
 def batch_head_slices(bh: int) -> list[slice]:
