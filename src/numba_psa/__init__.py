@@ -3,8 +3,8 @@
     import numba_psa
     out = numba_psa.attention(qkv, num_heads)  # [B, num_heads*4*KEY_DIM, H, W] -> [B, num_heads*2*KEY_DIM, H, W]
 
-`numba_psa.oracle` is the definition; `numba_psa.mirror` the original's kernels one by one in Numba CUDA. Importing this
-package touches no device and loads neither Numba nor Hypothesis.
+`numba_psa.oracle` is the definition; `numba_psa.mirror` the original's kernels one by one in Numba CUDA; `numba_psa.cpu`
+the fused CPU path, which NumPy arrays take. Importing this package touches no device and loads neither Numba nor Hypothesis.
 """
 
 from numba_psa import oracle

@@ -25,8 +25,8 @@ def implementation(name: str) -> ModuleType:
 
 
 def default_implementation(array: Any) -> str:
-    """What `impl=None` means for `array`: "mirror" for a device array, "oracle" for everything else."""
-    return "mirror" if hasattr(array, "__cuda_array_interface__") else "oracle"
+    """What `impl=None` means for `array`: "mirror" for a device array, "cpu" for NumPy arrays and what becomes one."""
+    return "mirror" if hasattr(array, "__cuda_array_interface__") else "cpu"
 
 
 def attention(qkv: Any, num_heads: int, *, impl: str | None = None, **keywords: Any) -> Any:

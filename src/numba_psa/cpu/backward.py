@@ -1,0 +1,207 @@
+"""The fused attention backward, without an N×N matrix and without atomics: one pass over queries for dq, one over keys.
+
+Both recompute the weights from l. In the first, lanes are queries and the rows of a tile are keys; in the second it is the
+other way round. Each gradient is the sum of one item, in the order of the rows: no two threads ever add to one number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numba_psa.cpu.compiling import kernel
+from numba_psa.cpu.tiles import (
+    add_product,
+    aligned_pointer,
+    clear_tile,
+    count_blocks,
+    for_tiles,
+    inlined,
+    load_tile,
+    new_scratch,
+    operand,
+    operand_pointer,
+    product,
+    scale_tile,
+    store_tile,
+)
+from numba_psa.cpu.vector import (
+    advance,
+    broadcast_rows,
+    exp2_each,
+    fma,
+    lanes,
+    load,
+    load_rows,
+    multiply_each,
+    pointer,
+    splat,
+    store,
+    store_rows,
+    subtract_each,
+    where_greater,
+)
+from numba_psa.numerics import LOG2E
+
+ROWS_IN_CHUNK = 240
+"""Keys, or queries, in a chunk: a multiple of every tile height."""
+
+
+@inlined
+def _bias_rows(zeros, bias, first, of_rows):
+    """What belongs to a query, l or delta, for each row of a tile: one number a row, or one vector for all of them."""
+    if of_rows:
+        return broadcast_rows(bias, first, 1, zeros)
+    return load_rows(bias, 0, 0, zeros)
+
+
+@inlined
+def _weight_rows(zeros, first, a, channel, token, tile, key_dim, scale, l, of_rows, weights):
+    """weights = P = exp(scale · q·k − l). The difference first, then log2(e): it is small wherever P matters."""
+    width = lanes(tile)
+    rows = product(zeros, a, first * token, token, channel, tile, key_dim)
+    bias = _bias_rows(zeros, l, first, of_rows)
+    rows = subtract_each(multiply_each(rows, splat(tile, scale)), bias)
+    store_rows(weights, first * width, width, exp2_each(multiply_each(rows, splat(tile, LOG2E))))
+
+
+@inlined
+def _score_gradient_rows(zeros, first, a, channel, token, tile, value_dim, delta, of_rows, weights):
+    """dS = P ∘ (do·v − delta) in place of P."""
+    width = lanes(tile)
+    rows = product(zeros, a, first * token, token, channel, tile, value_dim)
+    bias = _bias_rows(zeros, delta, first, of_rows)
+    weight = load_rows(weights, first * width, width, zeros)
+    store_rows(weights, first * width, width, multiply_each(subtract_each(rows, bias), weight))
+
+
+@inlined
+def _load_vector(tile, numbers, first, count):
+    """tile[0] = numbers[first : first + count], zeros beyond."""
+    load_tile(tile, numbers, 0, 1, first, count, 1)
+
+
+@inlined
+def _delta_items(o, do, delta, n_ctx_q, value_dim, like, begin, end, scratch):
+    width = lanes(like)
+    o_tile = aligned_pointer(scratch, like)
+    do_tile = advance(o_tile, value_dim * width)
+    total_tile = advance(do_tile, value_dim * width)
+    blocks = count_blocks(n_ctx_q, width)
+    for item in range(begin, end):
+        bh = item // blocks
+        first = (item - bh * blocks) * width
+        count = min(width, n_ctx_q - first)
+        load_tile(o_tile, operand_pointer(o, bh, like), o[2], o[3], first, count, value_dim)
+        load_tile(do_tile, operand_pointer(do, bh, like), do[2], do[3], first, count, value_dim)
+        total = splat(like, 0.0)
+        for c in range(value_dim):
+            total = fma(load(o_tile, c * width), load(do_tile, c * width), total)
+        store(total_tile, 0, total)
+        store_tile(advance(pointer(delta, like), bh * n_ctx_q), 0, 1, first, count, total_tile, 1)
+
+
+@kernel
+def delta(problem, like, scale, begin, end):
+    """delta `[BH, n_ctx_q]` = rowsum(o ∘ do); an item is LANES queries of one bh.
+
+    problem: operands o, do; the address of delta; n_ctx_q, Dv. (scale is not used.)
+    """
+    o, do = operand(problem, 0), operand(problem, 1)
+    _delta_items(o, do, problem[8], problem[9], problem[10], like, begin, end, new_scratch(2 * problem[10] + 1))
+
+
+@inlined
+def _dq_items(q, k, v, do, dq, l, delta, sizes, scale, like, begin, end, scratch):
+    n_ctx_q, n_ctx_k, key_dim, value_dim = sizes
+    width = lanes(like)
+    q_tile = aligned_pointer(scratch, like)
+    do_tile = advance(q_tile, key_dim * width)
+    l_tile = advance(do_tile, value_dim * width)
+    delta_tile = advance(l_tile, width)
+    dq_tile = advance(delta_tile, width)
+    weights = advance(dq_tile, key_dim * width)
+    blocks = count_blocks(n_ctx_q, width)
+    for item in range(begin, end):
+        bh = item // blocks
+        first = (item - bh * blocks) * width
+        count = min(width, n_ctx_q - first)
+        load_tile(q_tile, operand_pointer(q, bh, like), q[2], q[3], first, count, key_dim)
+        load_tile(do_tile, operand_pointer(do, bh, like), do[2], do[3], first, count, value_dim)
+        _load_vector(l_tile, advance(pointer(l, like), bh * n_ctx_q), first, count)
+        _load_vector(delta_tile, advance(pointer(delta, like), bh * n_ctx_q), first, count)
+        clear_tile(dq_tile, key_dim)
+        for key in range(0, n_ctx_k, ROWS_IN_CHUNK):
+            keys = min(ROWS_IN_CHUNK, n_ctx_k - key)
+            k_chunk = advance(operand_pointer(k, bh, like), key * k[3])
+            v_chunk = advance(operand_pointer(v, bh, like), key * v[3])
+            for_tiles(_weight_rows, keys, like, (k_chunk, k[2], k[3], q_tile, key_dim, scale, l_tile, False, weights))
+            for_tiles(
+                _score_gradient_rows, keys, like, (v_chunk, v[2], v[3], do_tile, value_dim, delta_tile, False, weights)
+            )
+            add_product(dq_tile, key_dim, k_chunk, k[2], k[3], weights, keys)
+        scale_tile(dq_tile, key_dim, splat(like, scale))
+        for c in range(key_dim):  # a masked row has no gradient, whatever the infinities that masked it made of it
+            masked_out = where_greater(load(l_tile, 0), splat(like, -np.inf), load(dq_tile, c * width))
+            store(dq_tile, c * width, masked_out)
+        store_tile(operand_pointer(dq, bh, like), dq[2], dq[3], first, count, dq_tile, key_dim)
+
+
+@kernel
+def backward_dq(problem, like, scale, begin, end):
+    """dq of `numba_psa.oracle.flash_attention2_backward_dq`; an item is LANES queries of one bh.
+
+    problem: operands q, k, v, do, dq; the addresses of l and delta `[BH, n_ctx_q]`; n_ctx_q, n_ctx_k, D, Dv.
+    """
+    q, k, v, do, dq = operand(problem, 0), operand(problem, 1), operand(problem, 2), operand(problem, 3), operand(problem, 4)
+    sizes = (problem[22], problem[23], problem[24], problem[25])
+    scratch = new_scratch(2 * sizes[2] + sizes[3] + 2 + min(ROWS_IN_CHUNK, sizes[1]))
+    _dq_items(q, k, v, do, dq, problem[20], problem[21], sizes, scale, like, begin, end, scratch)
+
+
+@inlined
+def _dkv_items(q, k, v, do, dk, dv, l, delta, counts, sizes, scale, like, begin, end, scratch):
+    n_ctx_q, n_ctx_k, key_dim, value_dim = sizes
+    width = lanes(like)
+    k_tile = aligned_pointer(scratch, like)
+    v_tile = advance(k_tile, key_dim * width)
+    dk_tile = advance(v_tile, value_dim * width)
+    dv_tile = advance(dk_tile, key_dim * width)
+    weights = advance(dv_tile, value_dim * width)
+    blocks = count_blocks(n_ctx_k, width)
+    for item in range(begin, end):
+        bh = item // blocks
+        first = (item - bh * blocks) * width
+        count = min(width, n_ctx_k - first)
+        load_tile(k_tile, operand_pointer(k, bh, like), k[2], k[3], first, count, key_dim)
+        load_tile(v_tile, operand_pointer(v, bh, like), v[2], v[3], first, count, value_dim)
+        clear_tile(dk_tile, key_dim + value_dim)
+        for query in range(0, counts[bh], ROWS_IN_CHUNK):
+            queries = min(ROWS_IN_CHUNK, counts[bh] - query)
+            q_chunk = advance(operand_pointer(q, bh, like), query * q[3])
+            do_chunk = advance(operand_pointer(do, bh, like), query * do[3])
+            l_chunk = advance(pointer(l, like), bh * n_ctx_q + query)
+            delta_chunk = advance(pointer(delta, like), bh * n_ctx_q + query)
+            for_tiles(_weight_rows, queries, like, (q_chunk, q[2], q[3], k_tile, key_dim, scale, l_chunk, True, weights))
+            add_product(dv_tile, value_dim, do_chunk, do[2], do[3], weights, queries)
+            for_tiles(
+                _score_gradient_rows, queries, like, (do_chunk, do[2], do[3], v_tile, value_dim, delta_chunk, True, weights)
+            )
+            add_product(dk_tile, key_dim, q_chunk, q[2], q[3], weights, queries)
+        scale_tile(dk_tile, key_dim, splat(like, scale))
+        store_tile(operand_pointer(dk, bh, like), dk[2], dk[3], first, count, dk_tile, key_dim)
+        store_tile(operand_pointer(dv, bh, like), dv[2], dv[3], first, count, dv_tile, value_dim)
+
+
+@kernel
+def backward_dkv(problem, like, scale, begin, end):
+    """dk and dv of `numba_psa.oracle.flash_attention2_backward_dkv`; an item is LANES keys of one bh.
+
+    problem: operands q, k, v, do, dk, dv; the addresses of l and delta `[BH, n_ctx_q]`, and of int64 counts `[BH]`: only
+    the first counts[bh] queries exist; n_ctx_q, n_ctx_k, D, Dv.
+    """
+    q, k, v, do = operand(problem, 0), operand(problem, 1), operand(problem, 2), operand(problem, 3)
+    dk, dv = operand(problem, 4), operand(problem, 5)
+    sizes = (problem[27], problem[28], problem[29], problem[30])
+    counts = pointer(problem[26], problem)
+    scratch = new_scratch(2 * sizes[2] + 2 * sizes[3] + min(ROWS_IN_CHUNK, sizes[0]))
+    _dkv_items(q, k, v, do, dk, dv, problem[24], problem[25], counts, sizes, scale, like, begin, end, scratch)
