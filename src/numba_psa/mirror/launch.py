@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba.core.errors import NumbaPerformanceWarning
+from numba.cuda.core.errors import NumbaPerformanceWarning
 
 from numba_psa._numba_cuda import (
     MAX_GRID_X,
