@@ -1,0 +1,142 @@
+"""Attention forward on Hopper's warpgroup products (wgmma, sm_90a): the algorithm of forward.py, one block behind.
+
+The product P V of block j-1 runs on the tensor cores while the softmax of block j runs on the other units, so acc is
+rescaled only once that product has finished (FlashAttention-3's overlap within a warpgroup). Channels first.
+"""
+
+from __future__ import annotations
+
+from numba import float32, uint32
+
+from numba_psa._numba_cuda import cuda
+from numba_psa.cuda.device import (
+    barrier,
+    fence_proxy_async,
+    first_lane,
+    keep_above,
+    shared_address,
+    step,
+    wgmma_scores,
+    wgmma_values,
+    wgmma_wait,
+    wgmma_wait_both,
+)
+from numba_psa.cuda.forward import SIGNATURE as SIGNATURE
+from numba_psa.cuda.fragments import (
+    block_address,
+    exponentiate,
+    finish_row_sums,
+    load_query,
+    mask_tail,
+    no_probabilities,
+    pack_block,
+    raise_maximum,
+    rescale,
+    start,
+    write_log_sums,
+)
+from numba_psa.cuda.heads import heads_of
+from numba_psa.cuda.merge import merge_key_warps
+from numba_psa.cuda.staging import (
+    keys_descriptor,
+    next_stage,
+    no_values,
+    place,
+    stage_query,
+    stage_swizzled,
+    values_descriptor,
+    wait_for_copies,
+    write_output,
+)
+
+
+@step
+def wait_for_stage(tile):
+    wait_for_copies(tile.stages - 3)
+    fence_proxy_async()
+    barrier()
+
+
+@step
+def attend(tile, q, s, p, p_before, m_i, l_i, acc, alpha, keys, values_before, scale, shared, lane,
+           valid, BLOCK, BLOCK_BEFORE, KEY_PAD, VALUE_PAD, TILE_BYTES, BF16):  # fmt: skip
+    """p = exp(q k^T - m_i) of this block while acc += p_before v_before runs. Capitals are constants of the kernel."""
+    wgmma_scores(s, q, keys, BLOCK, KEY_PAD, BF16)  # S = Q K^T, in flight
+    wgmma_values(acc, p_before, values_before, VALUE_PAD, BLOCK_BEFORE, TILE_BYTES, BF16)  # O += P V of block j-1
+    wgmma_wait(1, s, BLOCK)
+    if valid < BLOCK:
+        mask_tail(s, valid, lane)
+    grown = raise_maximum(s, m_i, l_i, alpha, scale)
+    exponentiate(s, m_i, l_i, scale)  # P = exp(S - m)
+    keep_above(l_i[0, 0] + l_i[0, 1], shared)
+    wgmma_wait_both(acc, VALUE_PAD, s, BLOCK)
+    if grown:
+        rescale(acc, alpha)
+    pack_block(tile.bf16, p, s)
+
+
+def make_forward_wgmma(config):
+    """The kernel for one WarpgroupTileConfig. It closes over integers only, so that its compiled form can be cached."""
+    tile = config.constants()
+    Q, P, S, ACC, ROWS, P_TAIL, S_TAIL = config.fragment_shapes
+    KEY_PAD, VALUE_PAD, TILE_BYTES, BF16 = config.key_pad, config.value_pad, config.tile_bytes, int(config.bf16)
+    BN, TAIL, GROUPS = config.BN, config.tail, config.key_groups
+
+    def attention_forward_wgmma_kernel(q_base, k_base, v_base, out_base, l_base, n_queries, n_keys, scale):
+        """Arguments and grid as attention_forward_kernel."""
+        shared = shared_address(cuda.shared.array(0, uint32)) + 1023 & ~1023
+        at = place(tile, first_lane(cuda.threadIdx.x >> 5), cuda.threadIdx.x)
+        head = heads_of(tile, cuda.blockIdx.y, q_base, k_base, v_base, out_base, l_base, n_queries, n_keys)
+        first_query, first_row = cuda.blockIdx.x * tile.BM, 16 * at.query_warp
+        steepness = abs(scale)
+
+        q, p = cuda.local.array(Q, uint32), cuda.local.array(P, uint32)
+        s, acc = cuda.local.array(S, float32), cuda.local.array(ACC, float32)
+        m_i, l_i, alpha = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
+        start(m_i, l_i, acc, steepness)
+
+        mine = shared + BN // 64 * tile.tile_bytes * at.key_warp  # this group's keys within a stage
+        queries = block_address(shared + tile.query_offset + 2 * first_row, tile.query_stride, at.lane, False)
+        keys, values = keys_descriptor(mine, tile.tile_bytes), values_descriptor(mine + tile.values_offset)
+        stage_query(tile, shared + tile.query_offset, head.q, n_queries, first_query, at.tid)
+        for j in range(tile.stages - 2):
+            stage_swizzled(tile, shared + j * tile.stage_bytes, head.k, head.v, n_keys, j * GROUPS * BN, at.tid)
+
+        no_probabilities(p)  # block -1 is no special turn: 0 times zeros
+        before = no_values(tile, shared + tile.query_offset, at.tid)
+        stage, ahead = 0, (tile.stages - 2) * tile.stage_bytes
+        n_blocks = n_keys // BN if GROUPS == 1 else (n_keys + GROUPS * BN - 1) // (GROUPS * BN)
+        for j in range(n_blocks):
+            wait_for_stage(tile)
+            if j == 0:
+                load_query(tile, q, queries, scale)
+            stage_swizzled(tile, shared + ahead, head.k, head.v, n_keys, (j + tile.stages - 2) * GROUPS * BN, at.tid)
+            valid = BN if GROUPS == 1 else n_keys - (j * GROUPS + at.key_warp) * BN
+            attend(tile, q, s, p, p, m_i, l_i, acc, alpha, keys + (stage >> 4), before, steepness, shared, at.lane,
+                   valid, BN, BN, KEY_PAD, VALUE_PAD, TILE_BYTES, BF16)  # fmt: skip
+            before = values + (stage >> 4)
+            stage, ahead = next_stage(tile, stage), next_stage(tile, ahead)
+
+        if TAIL > 0:  # the last n_keys % BN keys, by the same step on narrower fragments
+            p_tail, s_tail = cuda.local.array(P_TAIL, uint32), cuda.local.array(S_TAIL, float32)
+            wait_for_stage(tile)
+            if n_blocks == 0:
+                load_query(tile, q, queries, scale)
+            attend(tile, q, s_tail, p_tail, p, m_i, l_i, acc, alpha, keys + (stage >> 4), before, steepness, shared, at.lane,
+                   n_keys - n_blocks * BN, TAIL, BN, KEY_PAD, VALUE_PAD, TILE_BYTES, BF16)  # fmt: skip
+            wgmma_values(acc, p_tail, values + (stage >> 4), VALUE_PAD, TAIL, TILE_BYTES, BF16)
+        else:
+            wgmma_values(acc, p, before, VALUE_PAD, BN, TILE_BYTES, BF16)
+        wgmma_wait(0, acc, VALUE_PAD)
+
+        finish_row_sums(l_i)
+        wait_for_copies(0)
+        barrier()  # the last tile is read: shared memory is free
+        if GROUPS == 1:
+            if tile.saves_l:
+                write_log_sums(head.l, m_i, l_i, first_query + first_row + (at.lane >> 2), n_queries, steepness, at.lane)
+            write_output(tile, acc, l_i, head.out, n_queries, first_query, shared, first_row, at.tid)
+        else:
+            merge_key_warps(tile, m_i, l_i, acc, alpha, steepness, head.out, head.l, n_queries, first_query, shared, at)
+
+    return attention_forward_wgmma_kernel

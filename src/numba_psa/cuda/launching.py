@@ -1,0 +1,98 @@
+"""Loading compiled kernels onto the current device and launching them with as little host work as there can be."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from numba_psa._numba_cuda import MAX_GRID_Y, SIMULATED, cuda, require_device
+from numba_psa.cuda.compiling import cubin_of, entry_of
+from numba_psa.errors import BackendUnavailableError
+
+SMALLEST_ARCH = 80
+_CTYPES = {"int64": ctypes.c_int64, "int32": ctypes.c_int32, "float32": ctypes.c_float}
+_INVALID_CONTEXT = 201
+
+
+@cache
+def architecture(device: int | None = None) -> int:
+    """Compute capability of a device (the current one) as one number, 90 for 9.0; the simulator takes every kernel.
+
+    Raises BackendUnavailableError where there is no GPU or one that these kernels are not made for.
+    """
+    require_device("cuda")
+    if SIMULATED:
+        return 90
+    major, minor = cuda.get_current_device().compute_capability
+    if 10 * major + minor < SMALLEST_ARCH:
+        raise BackendUnavailableError(
+            f"impl='cuda' needs tensor cores of compute capability 8.0 or later, this GPU has {major}.{minor}: "
+            "impl='mirror' runs on it"
+        )
+    return 10 * major + minor
+
+
+def current_device() -> int:
+    """The ordinal of the device that the calling thread works on."""
+    require_device("cuda")
+    return 0 if SIMULATED else cuda.get_current_device().id
+
+
+class Kernel:
+    """A kernel on one device, ready to launch: `kernel(grid, stream, *arguments)`. Safe to use from several threads."""
+
+    def __init__(self, make: Callable[[Any], Callable], config: Any, signature: Any):
+        self.config = config
+        self._block = (config.threads, 1, 1)
+        self._shared = config.shared_bytes
+        self._types = tuple(_CTYPES[str(argument)] for argument in signature.args)
+        if SIMULATED:
+            self._simulated = cuda.jit(make(config))
+        else:
+            self._load(cubin_of(make, config, signature, architecture(current_device())))
+
+    def _load(self, cubin: bytes) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        cuda.current_context()
+        self._module = _checked(driver.cuModuleLoadData(cubin), "cuModuleLoadData")
+        self._function = _checked(driver.cuModuleGetFunction(self._module, entry_of(cubin)), "cuModuleGetFunction")
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(self._function, attribute, self._shared), "cuFuncSetAttribute")
+
+    def __call__(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
+        if SIMULATED:
+            self._simulated[grid, self._block, 0, self._shared](*arguments)
+            return
+        launch, parameters = self._driver.cuLaunchKernel, (arguments, self._types)
+        (status,) = launch(self._function, *grid, *self._block, self._shared, stream, parameters, 0)
+        if status == _INVALID_CONTEXT:  # this thread has not used CUDA yet
+            cuda.current_context()
+            (status,) = launch(self._function, *grid, *self._block, self._shared, stream, parameters, 0)
+        if status:
+            _checked((status,), "cuLaunchKernel")
+
+
+@cache
+def _loaded(make: Callable, config: Any, signature: Any, device: int) -> Kernel:
+    return Kernel(make, config, signature)
+
+
+def kernel(make: Callable[[Any], Callable], config: Any, signature: Any) -> Kernel:
+    """The kernel of `make(config)` on the current device, compiled and loaded once."""
+    return _loaded(make, config, signature, current_device())
+
+
+def head_runs(heads: int) -> list[tuple[int, int]]:
+    """(first, count) of runs of heads that fit the y axis of a grid."""
+    return [(first, min(MAX_GRID_Y, heads - first)) for first in range(0, heads, MAX_GRID_Y)]
+
+
+def _checked(answer: tuple, call: str) -> Any:
+    status, *results = answer
+    if status:
+        raise BackendUnavailableError(f"the CUDA driver answers {call} with {status!r}")
+    return results[0] if results else None

@@ -1,0 +1,181 @@
+"""From a problem to launches: a plan chooses, compiles and loads once, and then only launches.
+
+A plan belongs to the device that was current when it was made. It holds no memory and no state that a call changes, so
+threads may share one; calls on different streams run side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from math import copysign, gcd
+from typing import Any
+
+import numpy as np
+
+from numba_psa._numba_cuda import SIMULATED, cuda
+from numba_psa.cuda.choice import Choice, Problem, choose
+from numba_psa.cuda.forward import SIGNATURE
+from numba_psa.cuda.launching import architecture, current_device, head_runs, kernel
+from numba_psa.cuda.views import dtype_of, stream_handle
+from numba_psa.errors import DTypeError, ParameterError
+from numba_psa.numerics import FLOAT32, FLOAT64, LOG2E, check_scale, float_dtype
+from numba_psa.shapes import OUT_AXES, QKV_AXES, PSAShape, check_shape
+
+SMALLEST_SCALE = 1e-30
+"""Scores that are multiplied by less than this all give the same probability, as they do with this."""
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """How many a device has; the simulator plays an H200."""
+    return 132 if SIMULATED else cuda.get_current_device().MULTIPROCESSOR_COUNT
+
+
+def exactness(precision: str | None, dtype: np.dtype) -> bool:
+    """Whether float32 means float32 (None) or TF32; ParameterError for another precision."""
+    if precision is None:
+        return True
+    if precision != "tf32":
+        raise ParameterError(f"precision must be None (the dtype's own) or 'tf32', got {precision!r}")
+    if dtype != FLOAT32:
+        raise ParameterError(f"precision='tf32' is a choice for float32, the arrays are {dtype}")
+    return False
+
+
+class AttentionPlan:
+    """`plan(qkv, out, stream=None)` is psa_attention for one shape and dtype, at the price of a launch.
+
+    qkv, out: contiguous device arrays of that shape and dtype, or their addresses as ints; out is written. stream: as in
+    psa_attention. Nothing is allocated and nothing waited for: it can be captured into a CUDA graph.
+    """
+
+    def __init__(self, shape: PSAShape, dtype: Any, *, softmax_scale: float | None = None, precision: str | None = None,
+                 saves_l: bool = False):  # fmt: skip
+        self.shape, self.dtype = shape, float_dtype(dtype)
+        if self.dtype == FLOAT64:
+            raise DTypeError("impl='cuda' takes float16, bfloat16 and float32, not float64")
+        exact = exactness(precision, self.dtype)
+        self._scale = device_scale(check_scale(softmax_scale, shape.softmax_scale))
+        self._problem = Problem(
+            shape.bh, shape.n, shape.n, shape.key_dim, shape.head_dim, self.dtype, saves_l=saves_l, exact=exact
+        )
+        self._device = current_device()
+        self._launchers: dict[int, Launcher] = {}
+        self._known: set[tuple] = set()
+        self._row = shape.n * self.dtype.itemsize
+        if shape.bh and shape.n:
+            self._launcher(16)
+        else:
+            self._problem.check_widths()
+
+    @property
+    def choice(self) -> Choice:
+        """The kernel and config that run where addresses are multiples of 16."""
+        return self._launcher(16).choice
+
+    def __call__(self, qkv: Any, out: Any, stream: Any = None, *, l: int = 0) -> None:
+        source, target = self._address(qkv, "qkv"), self._address(out, "out")
+        if stream is None and type(qkv) is not int:
+            stream = stream_handle(None, type(qkv).__module__.partition(".")[0], qkv)
+        elif type(stream) is not int:
+            stream = stream_handle(stream)
+        self.launch(source, target, l, stream)
+
+    def launch(self, qkv: int, out: int, l: int, stream: int) -> None:
+        """The same for addresses."""
+        if not self._row or not self._problem.heads:
+            return
+        part = self.shape.key_dim * self._row
+        launcher = self._launchers.get(1) if (qkv | out) & 15 == 0 else None
+        launcher = launcher or self._launcher(gcd(16, qkv, out))
+        launcher(stream, qkv, qkv + part, qkv + 2 * part, out, l, self._scale)
+
+    def _launcher(self, alignment: int) -> Launcher:
+        if alignment not in self._launchers:
+            self._launchers[alignment] = Launcher(replace(self._problem, alignment=alignment))
+            if alignment == 16:
+                self._launchers[1] = self._launchers[16]
+        return self._launchers[alignment]
+
+    def _address(self, array: Any, name: str) -> int:
+        if type(array) is int:
+            return array
+        if hasattr(array, "data_ptr"):  # torch
+            key = (name, array.shape, array.dtype, array.is_contiguous())
+            pointer = array.data_ptr()
+        elif SIMULATED:
+            key = (name, array.shape, array.dtype, True)
+            pointer = getattr(array, "_ary", array).ctypes.data
+        else:
+            interface = array.__cuda_array_interface__
+            key = (name, interface["shape"], interface["typestr"], interface.get("strides") is None)
+            pointer = interface["data"][0]
+        if key not in self._known:
+            self._check(name, array, key[3])
+            self._known.add(key)
+        return pointer
+
+    def _check(self, name: str, array: Any, contiguous: bool) -> None:
+        expected, axes = (self.shape.qkv, QKV_AXES) if name == "qkv" else (self.shape.out, OUT_AXES)
+        check_shape(name, tuple(array.shape), expected, axes)
+        if dtype_of(array) != self.dtype:
+            raise DTypeError(f"{name} has dtype {dtype_of(array)}, the plan is for {self.dtype}")
+        if not contiguous:
+            raise ParameterError(f"{name} is strided: a plan takes contiguous arrays (psa_attention copies)")
+
+
+def device_scale(softmax_scale: float) -> float:
+    """softmax_scale * log2(e), kept away from 0, where a mask would no longer mask."""
+    return copysign(max(abs(softmax_scale), SMALLEST_SCALE), softmax_scale) * LOG2E
+
+
+class Launcher:
+    """One problem's kernel, grid and strides."""
+
+    def __init__(self, problem: Problem):
+        device = current_device()
+        self.choice = choose(problem, architecture(device), multiprocessors(device))
+        self._kernel = kernel(self.choice.make, self.choice.config, SIGNATURE)
+        self._n_queries, self._n_keys = problem.n_queries, problem.n_keys
+        self._blocks = -(-problem.n_queries // self.choice.config.BM)
+        self._runs = head_runs(problem.heads)
+        item = problem.dtype.itemsize
+        q, k, v = (n * width for n, width in ((problem.n_queries, problem.key_dim), (problem.n_keys, problem.key_dim),
+                                              (problem.n_keys, problem.value_dim)))  # fmt: skip
+        slab = (q, k, v) if problem.tokens_first else (q + k + v,) * 3
+        self._strides = *(item * x for x in slab), item * problem.n_queries * problem.value_dim, 4 * problem.n_queries
+        self._grid = (self._blocks, problem.heads, 1)
+
+    def __call__(self, stream: int, q: int, k: int, v: int, out: int, l: int, scale: float) -> None:
+        if len(self._runs) == 1:
+            self._kernel(self._grid, stream, q, k, v, out, l, self._n_queries, self._n_keys, scale)
+            return
+        for first, count in self._runs:
+            at = (address + first * stride for address, stride in zip((q, k, v, out, l), self._strides, strict=True))
+            self._kernel((self._blocks, count, 1), stream, *at, self._n_queries, self._n_keys, scale)
+
+
+@cache
+def launcher(problem: Problem, device: int) -> Launcher:
+    """The launcher of a problem on a device, made once."""
+    return Launcher(problem)
+
+
+@cache
+def cached_plan(
+    shape: PSAShape, dtype: np.dtype, softmax_scale: float, exact: bool, saves_l: bool, device: int
+) -> AttentionPlan:
+    """What psa_attention runs: the plan of this problem, made once."""
+    precision = None if exact else "tf32"
+    return AttentionPlan(shape, dtype, softmax_scale=softmax_scale, precision=precision, saves_l=saves_l)
+
+
+def plan_psa_attention(
+    shape: PSAShape, dtype: Any, *, softmax_scale: float | None = None, precision: str | None = None
+) -> AttentionPlan:
+    """A plan for psa_attention on qkv of this shape and dtype: compiled and loaded now, launched with little host work.
+
+    shape: PSAShape. precision: None or, for float32, "tf32". Raises as psa_attention does.
+    """
+    return AttentionPlan(shape, dtype, softmax_scale=softmax_scale, precision=precision)
