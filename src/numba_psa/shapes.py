@@ -31,7 +31,7 @@ L_AXES = ("BH", "n_ctx_q")
 
 def check_count(name: str, value: object, least: int) -> int:
     """`value` as an int, or the error that names it: DTypeError for a float or bool, ShapeError below `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):  # int first: it is fast
         raise DTypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
     if value < least:
         raise ShapeError(f"{name} must be at least {least}, got {value}")

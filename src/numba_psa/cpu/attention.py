@@ -7,9 +7,9 @@ from numpy.typing import ArrayLike
 
 from numba_psa.arrays import as_floats, check_target
 from numba_psa.cpu.flash_attn2 import attend, gradients, rounded
-from numba_psa.cpu.operands import widened
+from numba_psa.cpu.operands import address, widened
 from numba_psa.numerics import accumulator_dtype, check_dtypes, check_scale
-from numba_psa.shapes import L_AXES, OUT_AXES, PSAShape, check_shape
+from numba_psa.shapes import L_AXES, OUT_AXES, V_LO, K, PSAShape, Q, check_shape
 
 
 def psa_attention(
@@ -34,7 +34,11 @@ def psa_attention(
     direct = out is not None and dtype == compute and out.flags.c_contiguous and not np.may_share_memory(out, qkv)
     result = out if direct else np.empty(shape.out, compute)
     l = np.empty(shape.l, compute) if save_for_backward else None
-    attend(*_sections(widened(qkv)[0], shape), _tokens(result, shape), l, scale)
+    inputs = np.ascontiguousarray(widened(qkv)[0])
+    head, section, first = 4 * shape.key_dim * shape.n, shape.key_dim * shape.n * compute.itemsize, address(inputs)
+    q, k, v = ((first + s * section, head, shape.n, 1) for s in (Q, K, V_LO))
+    o = (address(result), head // 2, shape.n, 1)
+    attend((q, k, v, o), l, shape.bh, (shape.n, shape.n, shape.key_dim, shape.head_dim), compute, scale)
     result = rounded(result, dtype)
     if out is not None and not direct:
         out[...] = result

@@ -22,6 +22,7 @@ from numba_psa.cpu.tiles import (
     operand_pointer,
     product,
     scale_tile,
+    spare_vectors,
     store_tile,
 )
 from numba_psa.cpu.vector import (
@@ -29,6 +30,7 @@ from numba_psa.cpu.vector import (
     broadcast_rows,
     exp2_each,
     fma,
+    keep,
     lanes,
     load,
     load_rows,
@@ -80,8 +82,15 @@ def _load_vector(tile, numbers, first, count):
     load_tile(tile, numbers, 0, 1, first, count, 1)
 
 
-@inlined
-def _delta_items(o, do, delta, n_ctx_q, value_dim, like, begin, end, scratch):
+@kernel
+def delta(problem, like, scale, begin, end):
+    """delta `[BH, n_ctx_q]` = rowsum(o ∘ do); an item is LANES queries of one bh.
+
+    problem: operands o, do; the address of delta; n_ctx_q, Dv. (scale is not used.)
+    """
+    o, do = operand(problem, 0), operand(problem, 1)
+    delta, n_ctx_q, value_dim = problem[8], problem[9], problem[10]
+    scratch = new_scratch(2 * value_dim + 1)
     width = lanes(like)
     o_tile = aligned_pointer(scratch, like)
     do_tile = advance(o_tile, value_dim * width)
@@ -98,28 +107,27 @@ def _delta_items(o, do, delta, n_ctx_q, value_dim, like, begin, end, scratch):
             total = fma(load(o_tile, c * width), load(do_tile, c * width), total)
         store(total_tile, 0, total)
         store_tile(advance(pointer(delta, like), bh * n_ctx_q), 0, 1, first, count, total_tile, 1)
+    keep(scratch)
 
 
 @kernel
-def delta(problem, like, scale, begin, end):
-    """delta `[BH, n_ctx_q]` = rowsum(o ∘ do); an item is LANES queries of one bh.
+def backward_dq(problem, like, scale, begin, end):
+    """dq of `numba_psa.oracle.flash_attention2_backward_dq`; an item is LANES queries of one bh.
 
-    problem: operands o, do; the address of delta; n_ctx_q, Dv. (scale is not used.)
+    problem: operands q, k, v, do, dq; the addresses of l and delta `[BH, n_ctx_q]`; n_ctx_q, n_ctx_k, D, Dv.
     """
-    o, do = operand(problem, 0), operand(problem, 1)
-    _delta_items(o, do, problem[8], problem[9], problem[10], like, begin, end, new_scratch(2 * problem[10] + 1))
-
-
-@inlined
-def _dq_items(q, k, v, do, dq, l, delta, sizes, scale, like, begin, end, scratch):
-    n_ctx_q, n_ctx_k, key_dim, value_dim = sizes
-    width = lanes(like)
+    q, k, v, do, dq = operand(problem, 0), operand(problem, 1), operand(problem, 2), operand(problem, 3), operand(problem, 4)
+    l, delta, n_ctx_q, n_ctx_k = problem[20], problem[21], problem[22], problem[23]
+    key_dim, value_dim = problem[24], problem[25]
+    width, chunk = lanes(like), min(ROWS_IN_CHUNK, n_ctx_k)
+    scratch = new_scratch(2 * key_dim + value_dim + 2 + chunk + spare_vectors(chunk, width))
     q_tile = aligned_pointer(scratch, like)
     do_tile = advance(q_tile, key_dim * width)
     l_tile = advance(do_tile, value_dim * width)
     delta_tile = advance(l_tile, width)
     dq_tile = advance(delta_tile, width)
     weights = advance(dq_tile, key_dim * width)
+    spare = advance(weights, chunk * width)
     blocks = count_blocks(n_ctx_q, width)
     for item in range(begin, end):
         bh = item // blocks
@@ -138,35 +146,34 @@ def _dq_items(q, k, v, do, dq, l, delta, sizes, scale, like, begin, end, scratch
             for_tiles(
                 _score_gradient_rows, keys, like, (v_chunk, v[2], v[3], do_tile, value_dim, delta_tile, False, weights)
             )
-            add_product(dq_tile, key_dim, k_chunk, k[2], k[3], weights, keys)
+            add_product(dq_tile, key_dim, k_chunk, k[2], k[3], weights, keys, spare)
         scale_tile(dq_tile, key_dim, splat(like, scale))
         for c in range(key_dim):  # a masked row has no gradient, whatever the infinities that masked it made of it
             masked_out = where_greater(load(l_tile, 0), splat(like, -np.inf), load(dq_tile, c * width))
             store(dq_tile, c * width, masked_out)
         store_tile(operand_pointer(dq, bh, like), dq[2], dq[3], first, count, dq_tile, key_dim)
+    keep(scratch)
 
 
 @kernel
-def backward_dq(problem, like, scale, begin, end):
-    """dq of `numba_psa.oracle.flash_attention2_backward_dq`; an item is LANES queries of one bh.
+def backward_dkv(problem, like, scale, begin, end):
+    """dk and dv of `numba_psa.oracle.flash_attention2_backward_dkv`; an item is LANES keys of one bh.
 
-    problem: operands q, k, v, do, dq; the addresses of l and delta `[BH, n_ctx_q]`; n_ctx_q, n_ctx_k, D, Dv.
+    problem: operands q, k, v, do, dk, dv; the addresses of l and delta `[BH, n_ctx_q]`, and of int64 counts `[BH]`: only
+    the first counts[bh] queries exist; n_ctx_q, n_ctx_k, D, Dv.
     """
-    q, k, v, do, dq = operand(problem, 0), operand(problem, 1), operand(problem, 2), operand(problem, 3), operand(problem, 4)
-    sizes = (problem[22], problem[23], problem[24], problem[25])
-    scratch = new_scratch(2 * sizes[2] + sizes[3] + 2 + min(ROWS_IN_CHUNK, sizes[1]))
-    _dq_items(q, k, v, do, dq, problem[20], problem[21], sizes, scale, like, begin, end, scratch)
-
-
-@inlined
-def _dkv_items(q, k, v, do, dk, dv, l, delta, counts, sizes, scale, like, begin, end, scratch):
-    n_ctx_q, n_ctx_k, key_dim, value_dim = sizes
-    width = lanes(like)
+    q, k, v, do = operand(problem, 0), operand(problem, 1), operand(problem, 2), operand(problem, 3)
+    dk, dv = operand(problem, 4), operand(problem, 5)
+    l, delta, counts = problem[24], problem[25], pointer(problem[26], problem)
+    n_ctx_q, n_ctx_k, key_dim, value_dim = problem[27], problem[28], problem[29], problem[30]
+    width, chunk = lanes(like), min(ROWS_IN_CHUNK, n_ctx_q)
+    scratch = new_scratch(2 * (key_dim + value_dim) + chunk + spare_vectors(chunk, width))
     k_tile = aligned_pointer(scratch, like)
     v_tile = advance(k_tile, key_dim * width)
     dk_tile = advance(v_tile, value_dim * width)
     dv_tile = advance(dk_tile, key_dim * width)
     weights = advance(dv_tile, value_dim * width)
+    spare = advance(weights, chunk * width)
     blocks = count_blocks(n_ctx_k, width)
     for item in range(begin, end):
         bh = item // blocks
@@ -182,26 +189,12 @@ def _dkv_items(q, k, v, do, dk, dv, l, delta, counts, sizes, scale, like, begin,
             l_chunk = advance(pointer(l, like), bh * n_ctx_q + query)
             delta_chunk = advance(pointer(delta, like), bh * n_ctx_q + query)
             for_tiles(_weight_rows, queries, like, (q_chunk, q[2], q[3], k_tile, key_dim, scale, l_chunk, True, weights))
-            add_product(dv_tile, value_dim, do_chunk, do[2], do[3], weights, queries)
+            add_product(dv_tile, value_dim, do_chunk, do[2], do[3], weights, queries, spare)
             for_tiles(
                 _score_gradient_rows, queries, like, (do_chunk, do[2], do[3], v_tile, value_dim, delta_chunk, True, weights)
             )
-            add_product(dk_tile, key_dim, q_chunk, q[2], q[3], weights, queries)
+            add_product(dk_tile, key_dim, q_chunk, q[2], q[3], weights, queries, spare)
         scale_tile(dk_tile, key_dim, splat(like, scale))
         store_tile(operand_pointer(dk, bh, like), dk[2], dk[3], first, count, dk_tile, key_dim)
         store_tile(operand_pointer(dv, bh, like), dv[2], dv[3], first, count, dv_tile, value_dim)
-
-
-@kernel
-def backward_dkv(problem, like, scale, begin, end):
-    """dk and dv of `numba_psa.oracle.flash_attention2_backward_dkv`; an item is LANES keys of one bh.
-
-    problem: operands q, k, v, do, dk, dv; the addresses of l and delta `[BH, n_ctx_q]`, and of int64 counts `[BH]`: only
-    the first counts[bh] queries exist; n_ctx_q, n_ctx_k, D, Dv.
-    """
-    q, k, v, do = operand(problem, 0), operand(problem, 1), operand(problem, 2), operand(problem, 3)
-    dk, dv = operand(problem, 4), operand(problem, 5)
-    sizes = (problem[27], problem[28], problem[29], problem[30])
-    counts = pointer(problem[26], problem)
-    scratch = new_scratch(2 * sizes[2] + 2 * sizes[3] + min(ROWS_IN_CHUNK, sizes[0]))
-    _dkv_items(q, k, v, do, dk, dv, problem[24], problem[25], counts, sizes, scale, like, begin, end, scratch)
+    keep(scratch)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import ArrayLike
 
 from numba_psa.arrays import as_floats, quiet
 from numba_psa.cpu import backward as kernels
 from numba_psa.cpu.forward import forward
-from numba_psa.cpu.operands import address, operand, tiles, widened
+from numba_psa.cpu.operands import Operand, address, operand, tiles, widened
 from numba_psa.numerics import accumulator_dtype, check_scale
 from numba_psa.shapes import AttentionShape
 
@@ -25,7 +27,9 @@ def flash_attention2_forward(
     scale = check_scale(softmax_scale, shape.softmax_scale)
     compute = accumulator_dtype(dtype)
     o, l = np.empty(shape.o, compute), np.empty(shape.l, compute)
-    attend(*widened(q, k, v), o, l, scale)
+    arrays = widened(q, k, v)
+    sizes = shape.n_ctx_q, shape.n_ctx_k, shape.head_dim, shape.value_dim
+    attend([operand(x) for x in (*arrays, o)], l, shape.bh, sizes, compute, scale)
     return rounded(o, dtype), l
 
 
@@ -50,6 +54,10 @@ def flash_attention2_backward_dkv(
 
 
 # ---- what the other modules share: arrays `[BH, tokens, channels]` of any strides, float32 or float64 -------------------
+Sizes = tuple[int, int, int, int]
+"""n_ctx_q, n_ctx_k, D, Dv."""
+
+
 def check_saved(q, k, v, o, do, l, softmax_scale) -> tuple[list[np.ndarray], AttentionShape, float, np.dtype]:
     """(q, k, v, o, do, l in the compute dtype, their shape, the scale, the dtype of the inputs), all checked."""
     arrays, dtype = as_floats(q=q, k=k, v=v, o=o, do=do, l=l)
@@ -60,16 +68,17 @@ def check_saved(q, k, v, o, do, l, softmax_scale) -> tuple[list[np.ndarray], Att
 
 def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """x in the dtype of the result; itself where that is the compute dtype."""
+    if x.dtype == dtype:
+        return x
     with quiet():
-        return x.astype(dtype, copy=False)
+        return x.astype(dtype)
 
 
-def attend(q, k, v, o, l, scale) -> None:
-    """o and, unless it is None, l `[BH, n_ctx_q]`, contiguous."""
-    (bh, n_ctx_q, key_dim), (_, n_ctx_k, value_dim) = q.shape, v.shape
+def attend(operands: Sequence[Operand], l: np.ndarray | None, bh: int, sizes: Sizes, dtype: np.dtype, scale: float) -> None:
+    """o, and l `[BH, n_ctx_q]`, contiguous, unless it is None; operands q, k, v, o, which the caller keeps alive."""
+    q, k, v, o = operands
     saved = 0 if l is None else address(l)
-    problem = (*operand(q), *operand(k), *operand(v), *operand(o), saved, n_ctx_q, n_ctx_k, key_dim, value_dim)
-    forward.run(q.dtype, bh * tiles(n_ctx_q, q.dtype), problem, scale)
+    forward.run(dtype, bh * tiles(sizes[0], dtype), (*q, *k, *v, *o, saved, *sizes), scale)
 
 
 def gradients(q, k, v, o, do, l, scale, *, dq=None, dk=None, dv=None) -> None:

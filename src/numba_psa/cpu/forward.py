@@ -25,12 +25,14 @@ from numba_psa.cpu.tiles import (
     operand_pointer,
     product,
     scale_tile,
+    spare_vectors,
     store_tile,
 )
 from numba_psa.cpu.vector import (
     advance,
     exp2,
     exp2_each,
+    keep,
     lanes,
     load,
     load_rows,
@@ -90,15 +92,22 @@ def _log_sum_exp(l, first, count, m_tile, l_i):
         l[first + lane] = -np.inf if total == 0 else np.float64(m_tile[lane]) * LN2 + math.log(total)
 
 
-@inlined
-def _attend(q, k, v, o, l, sizes, scale, like, begin, end, scratch):
-    n_ctx_q, n_ctx_k, key_dim, value_dim = sizes
+@kernel
+def forward(problem, like, scale, begin, end):
+    """o and l of `numba_psa.oracle.flash_attention2_forward`; an item is LANES queries of one bh.
+
+    problem: operands q, k, v, o; the address of l `[BH, n_ctx_q]`, or 0 for no l; n_ctx_q, n_ctx_k, D, Dv.
+    """
+    q, k, v, o = operand(problem, 0), operand(problem, 1), operand(problem, 2), operand(problem, 3)
+    l, n_ctx_q, n_ctx_k, key_dim, value_dim = problem[16], problem[17], problem[18], problem[19], problem[20]
+    width, chunk = lanes(like), min(KEYS, n_ctx_k)
+    scratch = new_scratch(key_dim + 1 + value_dim + 1 + chunk + spare_vectors(chunk, width))
     queries = aligned_pointer(scratch, like)
-    width = lanes(like)
     m_tile = advance(queries, key_dim * width)
     acc = advance(m_tile, width)
     l_i = advance(acc, value_dim * width)
     weights = advance(l_i, width)
+    spare = advance(weights, chunk * width)
     blocks = count_blocks(n_ctx_q, width)
     for item in range(begin, end):
         bh = item // blocks
@@ -116,20 +125,9 @@ def _attend(q, k, v, o, l, sizes, scale, like, begin, end, scratch):
             if key:
                 scale_tile(acc, value_dim + 1, exp2(m - load(m_tile, 0)))
             for_tiles(_weigh_rows, keys, queries, (weights, m_tile, l_i))
-            add_product(acc, value_dim, v_chunk, v[2], v[3], weights, keys)
+            add_product(acc, value_dim, v_chunk, v[2], v[3], weights, keys, spare)
         _finish(acc, value_dim)
         store_tile(operand_pointer(o, bh, like), o[2], o[3], first, count, acc, value_dim)
         if l:
             _log_sum_exp(advance(pointer(l, like), bh * n_ctx_q), first, count, m_tile, l_i)
-
-
-@kernel
-def forward(problem, like, scale, begin, end):
-    """o and l of `numba_psa.oracle.flash_attention2_forward`; an item is LANES queries of one bh.
-
-    problem: operands q, k, v, o; the address of l `[BH, n_ctx_q]`, or 0 for no l; n_ctx_q, n_ctx_k, D, Dv.
-    """
-    q, k, v, o = operand(problem, 0), operand(problem, 1), operand(problem, 2), operand(problem, 3)
-    l, sizes = problem[16], (problem[17], problem[18], problem[19], problem[20])
-    scratch = new_scratch(sizes[2] + 1 + sizes[3] + 1 + min(KEYS, sizes[1]))
-    _attend(q, k, v, o, l, sizes, scale, like, begin, end, scratch)
+    keep(scratch)

@@ -148,6 +148,12 @@ def pointer(_typing, address, like):
 
 
 @intrinsic
+def keep(_typing, array):
+    """Does nothing, but the array lives until here: a pointer into it does not keep it."""
+    return types.void(array), lambda context, builder, sig, arguments: context.get_dummy_value()
+
+
+@intrinsic
 def advance(_typing, p, count):
     """p + count elements."""
     return p(p, types.intp), lambda context, builder, sig, arguments: builder.gep(arguments[0], [arguments[1]])
