@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from numba_psa.commands.doctor import doctor
+from numba_psa.commands.verify import verify
+
 app = typer.Typer(
     name="numba-psa",
     help="PSA attention and FlashAttention-2: verify kernels, fuzz ports, write golden vectors.",
@@ -16,3 +19,7 @@ app = typer.Typer(
 @app.callback()
 def main() -> None:
     """PSA attention and FlashAttention-2 without PyTorch."""
+
+
+app.command()(verify)
+app.command()(doctor)
