@@ -38,11 +38,15 @@ def loader(WIDTH: int, element: Element):
 
     @device_function
     def load(rows, pointer, base, count):
-        """rows[r, :] = the r-th row after offset `base`, for r < count; lane d fetches column d."""
+        """rows[r, :] = the r-th row after offset `base`, lane d column d. Past `count` rows, the last again: never used.
+
+        (So the loop has a constant length, and the compiler has all its loads under way at once.)
+        """
         d = cuda.threadIdx.x
         if d < WIDTH:
-            for r in range(count):
-                rows[r, d] = widen(pointer[base + r * WIDTH + d])
+            for r in range(rows.shape[0]):
+                row = min(r, count - 1)
+                rows[r, d] = widen(pointer[base + row * WIDTH + d])
 
     return load
 
@@ -82,6 +86,7 @@ def flash_attention2_forward_kernel(HEAD_DIM: int, VALUE_DIM: int, element: Elem
         lanes = cuda.blockDim.x
 
         row = pid_bh * n_ctx_q + pid_m
+        column = min(d, VALUE_DIM - 1)  # a lane beyond the values repeats their last column, and stores nothing
         load_q_or_k(q_vec, q_ptr, row * HEAD_DIM, 1)
 
         acc = zero
@@ -98,13 +103,12 @@ def flash_attention2_forward_kernel(HEAD_DIM: int, VALUE_DIM: int, element: Elem
             cuda.syncthreads()
 
             for r in range(count):
-                # exp(-inf − -inf) would be NaN: nothing has been added yet, or nothing is now, so the factor is 0.
                 m_new = qk[r] if qk[r] > m_i else m_i
-                alpha = zero if m_i == masked else real(math.exp(m_i - m_new))
-                p = zero if qk[r] == masked else real(math.exp(qk[r] - m_new))
+                m_ref = zero if m_new == masked else m_new  # exp(-inf − -inf) would be NaN; so both factors are 0
+                alpha = real(math.exp(m_i - m_ref))
+                p = real(math.exp(qk[r] - m_ref))
                 l_i = alpha * l_i + p
-                if d < VALUE_DIM:
-                    acc = alpha * acc + p * v_vec[r, d]
+                acc = alpha * acc + p * v_vec[r, column]
                 m_i = m_new
 
         empty = l_i == zero  # no key, or only keys with score -inf
