@@ -68,6 +68,12 @@ class Case(Mapping[str, Any]):
         """Outputs that the call adds or stores into an array of the caller."""
         return tuple(name for name in self.operation.adds + self.operation.stores if name in self.arguments)
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """N, or n_ctx_q and n_ctx_k."""
+        s = self.shape
+        return (s.n,) if isinstance(s, PSAShape) else (s.n_ctx_q, s.n_ctx_k)
+
     # ---- calling ----
     @property
     def args(self) -> list[Any]:
@@ -165,11 +171,6 @@ def whole_buffer(array: np.ndarray) -> np.ndarray:
 
 
 # ---- flags ------------------------------------------------------------------------------------------------------------
-def _tokens(case: Case) -> tuple[int, ...]:
-    s = case.shape
-    return (s.n,) if isinstance(s, PSAShape) else (s.n_ctx_q, s.n_ctx_k)
-
-
 def _width(case: Case) -> int:
     return case.shape.key_dim if isinstance(case.shape, PSAShape) else case.shape.head_dim
 
@@ -240,10 +241,10 @@ FLAGS: dict[str, tuple[str, Callable[[Case], bool]]] = {
         "an output is stored over an array that holds values",
         lambda c: bool(set(c.targets) & set(c.operation.stores)),
     ),
-    "Ragged": ("n_ctx_q differs from n_ctx_k", lambda c: len(set(_tokens(c))) > 1),
+    "Ragged": ("n_ctx_q differs from n_ctx_k", lambda c: len(set(c.tokens)) > 1),
     "Scaled": ("softmax_scale is not the default", lambda c: c.arguments.get("softmax_scale") is not None),
     "Subnormal": ("an input holds subnormal numbers", lambda c: any(_tiny(x) for x in _inputs(c))),
-    "Tail": (f"a token count is no multiple of {TILE}", lambda c: any(n % TILE for n in _tokens(c))),
+    "Tail": (f"a token count is no multiple of {TILE}", lambda c: any(n % TILE for n in c.tokens)),
     "WideValue": (
         "v is not as wide as k",
         lambda c: isinstance(c.shape, AttentionShape) and c.shape.value_dim != c.shape.head_dim,
