@@ -182,17 +182,13 @@ def test_transpose(dtype):
     np.testing.assert_array_equal(out.reshape(size, size), x.reshape(size, size).T)
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux" or os.uname().machine != "x86_64", reason="the other targets here are x86-64 CPUs"
-)
+NEEDS_AVX2 = pytest.mark.skipif(VECTOR_BYTES < 32, reason="the host has no AVX2")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the other targets here are x86-64 CPUs")
 @pytest.mark.parametrize(
     ("cpu", "features", "width"),
-    [
-        pytest.param(
-            "haswell", "+avx,+avx2,+fma,+f16c", 32, marks=pytest.mark.skipif(VECTOR_BYTES < 32, reason="needs AVX2")
-        ),
-        ("x86-64", "+sse2", 16),
-    ],
+    [pytest.param("haswell", "+avx,+avx2,+fma,+f16c", 32, marks=NEEDS_AVX2), ("x86-64", "+sse2", 16)],
 )
 def test_narrower_vectors_compute_the_same(cpu, features, width, tmp_path):
     """The kernels compiled for a CPU with narrower vectors, in a process of their own, as Numba's variables ask."""
