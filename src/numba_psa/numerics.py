@@ -49,10 +49,10 @@ FLOAT32_LIMIT = 2e-6
 def float_dtype(dtype: object) -> np.dtype:
     """`dtype` (a name, type or np.dtype) as one of the four supported dtypes, or DTypeError."""
     try:
-        found = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+        found = BFLOAT16 if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
     except TypeError:
         found = None
-    if found not in FLOATS:
+    if dtype is None or found is None or found not in FLOATS:  # to NumPy, None is float64
         raise DTypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
     return found
 

@@ -41,6 +41,7 @@ class FlashAttn2Psa(Op):
         return cls(key_dim, dtype=dtype, v_section=V_HI)
 
     def infer_output_shape(self, input_shapes: Sequence[Shape]) -> Shape:
+        self._check_count(input_shapes)
         batch, _, heads, n, key_dim = self._packed(input_shapes[0])
         return batch, heads, n, key_dim
 
@@ -183,6 +184,7 @@ class FlashAttention2(Op):
         return [*integers(n_ctx_q=q[1], n_ctx_k=k[1]), scalar("softmax_scale", self.key_dim**-0.5)]
 
     def _checked(self, input_shapes: Sequence[Shape]) -> tuple[Shape, Shape, Shape]:
+        self._check_count(input_shapes)
         q, k, v = input_shapes
         q = labelled("q", q, Q_AXES, D=self.key_dim)
         k = labelled("k", k, K_AXES, D=self.key_dim, BH=q[0])

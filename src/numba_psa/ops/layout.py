@@ -31,6 +31,7 @@ class _LayoutOp(Op):
         return self.num_heads * 2 * self.key_dim
 
     def _qkv(self, input_shapes: Sequence[Shape]) -> Shape:
+        self._check_count(input_shapes)
         return labelled("qkv", input_shapes[0], QKV_AXES, qkv_h=self.qkv_h)
 
     def _token_grid(self, output_shape: Sequence[int]) -> Grid:
@@ -144,6 +145,7 @@ class PsaMergeAttn(_LayoutOp):
             object.__setattr__(self, size, check_count(size, getattr(self, size), 0))
 
     def infer_output_shape(self, input_shapes: Sequence[Shape]) -> Shape:
+        self._check_count(input_shapes)
         expected = {"num_heads": self.num_heads, "N": self.height * self.width, "KEY_DIM": self.key_dim}
         lo, hi = (labelled(name, x, HALF_AXES, **expected) for name, x in zip(("lo", "hi"), input_shapes, strict=True))
         batch = lo[0] if lo[0] is not None else hi[0]

@@ -192,9 +192,12 @@ class Op(ABC):
     ) -> tuple:
         """Gradients of the inputs. Given `grad_inputs` are added into or stored to, as the kernel does, and returned."""
 
-    def _namespace(self, inputs: Sequence[Any], impl: str | None) -> ModuleType:
+    def _check_count(self, inputs: Sequence[Any]) -> None:
         if len(inputs) != self.n_activation_inputs:
             raise ParameterError(f"{self.name} takes {self.n_activation_inputs} inputs, got {len(inputs)}")
+
+    def _namespace(self, inputs: Sequence[Any], impl: str | None) -> ModuleType:
+        self._check_count(inputs)
         return implementation(impl or default_implementation(inputs[0]))
 
 
