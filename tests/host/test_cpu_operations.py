@@ -253,7 +253,7 @@ from numba_psa.cpu import compiling, layout
 import numpy as np
 {change}
 from numba_psa import cpu
-cpu.psa_extract_v_nchw(np.ones((1, 4, 3, 5), np.float32), 1)
+cpu.psa_pack_qkv(np.ones((1, 4, 3, 5), np.float32), 1)
 print(sum(kernel.cache_hits for kernel in layout.move._compiled.values()), cpu.threading_layer())
 """
 

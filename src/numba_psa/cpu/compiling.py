@@ -46,12 +46,14 @@ class Kernel:
         self.function = function
         self._compiled: dict[np.dtype, CFunc] = {}
 
-    def run(self, dtype: np.dtype, items: int, problem: Sequence[int], scale: float = 1.0) -> None:
-        """Compute items 0 … items-1 of `problem`, on as many threads as `numba.get_num_threads()` allows."""
+    def run(
+        self, dtype: np.dtype, items: int, problem: Sequence[int], scale: float = 1.0, *, most_threads: int | None = None
+    ) -> None:
+        """Compute items 0 … items-1 of `problem` on `numba.get_num_threads()` threads, or on `most_threads` if fewer."""
         if items == 0:
             return
         address = self._address(np.dtype(dtype))
-        threads = min(items, numba.get_num_threads())
+        threads = min(items, numba.get_num_threads(), most_threads or items)
         with _region():
             _share(address, np.array(problem, np.int64), scale, items, threads)
 

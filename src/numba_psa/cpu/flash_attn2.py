@@ -78,7 +78,8 @@ def attend(operands: Sequence[Operand], l: np.ndarray | None, bh: int, sizes: Si
     """o, and l `[BH, n_ctx_q]`, contiguous, unless it is None; operands q, k, v, o, which the caller keeps alive."""
     q, k, v, o = operands
     saved = 0 if l is None else address(l)
-    forward.run(dtype, bh * tiles(sizes[0], dtype), (*q, *k, *v, *o, saved, *sizes), scale)
+    problem = (*q, *k, *v, *o, saved, *sizes)
+    forward.run(dtype, bh * tiles(sizes[0], dtype), problem, scale, most_threads=_worthwhile(bh, sizes))
 
 
 def gradients(q, k, v, o, do, l, scale, *, dq=None, dk=None, dv=None) -> None:
@@ -87,16 +88,27 @@ def gradients(q, k, v, o, do, l, scale, *, dq=None, dk=None, dv=None) -> None:
     sizes = n_ctx_q, n_ctx_k, key_dim, value_dim
     l = np.ascontiguousarray(l)
     delta = np.empty_like(l)
-    query_tiles = bh * tiles(n_ctx_q, q.dtype)
-    kernels.delta.run(q.dtype, query_tiles, (*operand(o), *operand(do), address(delta), n_ctx_q, value_dim))
+    query_tiles, most = bh * tiles(n_ctx_q, q.dtype), _worthwhile(bh, sizes)
+    kernels.delta.run(
+        q.dtype, query_tiles, (*operand(o), *operand(do), address(delta), n_ctx_q, value_dim), most_threads=most
+    )
     if dq is not None:
         operands = (*operand(q), *operand(k), *operand(v), *operand(do), *operand(dq))
-        kernels.backward_dq.run(q.dtype, query_tiles, (*operands, address(l), address(delta), *sizes), scale)
+        kernels.backward_dq.run(
+            q.dtype, query_tiles, (*operands, address(l), address(delta), *sizes), scale, most_threads=most
+        )
     if dk is not None:
         q, do, l, delta, counts = _without_masked_rows(q, do, l, delta)
         operands = (*operand(q), *operand(k), *operand(v), *operand(do), *operand(dk), *operand(dv))
         addresses = address(l), address(delta), address(counts)
-        kernels.backward_dkv.run(q.dtype, bh * tiles(n_ctx_k, q.dtype), (*operands, *addresses, *sizes), scale)
+        problem = (*operands, *addresses, *sizes)
+        kernels.backward_dkv.run(q.dtype, bh * tiles(n_ctx_k, q.dtype), problem, scale, most_threads=most)
+
+
+def _worthwhile(bh: int, sizes: Sizes) -> int:
+    """Threads that have at least a million multiply-adds each: about 20 µs, several times what it takes to wake one."""
+    n_ctx_q, n_ctx_k, key_dim, value_dim = sizes
+    return 1 + bh * n_ctx_q * n_ctx_k * (key_dim + value_dim) // 1_000_000
 
 
 def _without_masked_rows(q, do, l, delta):

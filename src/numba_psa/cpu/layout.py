@@ -53,9 +53,6 @@ def _move_block(put, put_one, source, target, s, t, tokens, channels):
                 _transposed(put, from_block, s[1], to_block, t[0])
             elif whole and s[1] == 1 and t[0] == 1:
                 _transposed(put, from_block, s[0], to_block, t[1])
-            elif whole and s[0] == 1 and t[0] == 1:
-                for i in range(width):
-                    put(to_block, i * t[1], load(from_block, i * s[1]))
             else:
                 for i in range(min(width, channels - c)):
                     for j in range(min(width, tokens - n)):

@@ -24,11 +24,10 @@ def psa_pack_qkv(qkv: ArrayLike, num_heads: int) -> np.ndarray:
 
 def psa_extract_v_nchw(qkv: ArrayLike, num_heads: int) -> np.ndarray:
     """v = sections V_lo and V_hi of each head. As `numba_psa.oracle.psa_extract_v_nchw`."""
-    (qkv,), dtype = as_floats(qkv=qkv)
+    (qkv,), _ = as_floats(qkv=qkv)
     shape = PSAShape.from_qkv(qkv.shape, num_heads)
-    v = np.empty(shape.out, dtype)
-    _move(_tokens_first(qkv.reshape(shape.heads)[:, V_LO:]), _tokens_first(v.reshape(shape.out_heads)))
-    return v
+    # One block of memory a head: nothing beats memcpy.
+    return np.array(qkv.reshape(shape.heads)[:, V_LO:], order="C").reshape(shape.out)
 
 
 def psa_merge_attn_nchw(lo: ArrayLike, hi: ArrayLike, num_heads: int, height: int, width: int) -> np.ndarray:
@@ -56,7 +55,10 @@ def psa_pack_qkv_backward(
     (d_packed,), dtype = as_floats(d_packed=d_packed)
     shape = PSAShape.from_packed(d_packed.shape, num_heads, height, width, "d_packed")
     target = target_or_zeros("d_qkv", d_qkv, shape.qkv, QKV_AXES, dtype)
-    return _add_into(target, d_packed, lambda contiguous: _by_section(contiguous.reshape(shape.heads)))
+    direct = dtype not in HALVES and target.flags.c_contiguous and not np.may_share_memory(target, d_packed)
+    sums = target if direct else np.zeros(shape.qkv, accumulator_dtype(dtype))
+    _run(layout.add, sums.dtype, rounded(d_packed, sums.dtype), _by_section(sums.reshape(shape.heads)))
+    return target if direct else _add_rounded(target, sums)
 
 
 def psa_extract_v_backward(d_v: ArrayLike, num_heads: int, *, d_qkv: np.ndarray | None = None) -> np.ndarray:
@@ -67,8 +69,11 @@ def psa_extract_v_backward(d_v: ArrayLike, num_heads: int, *, d_qkv: np.ndarray 
     (d_v,), dtype = as_floats(d_v=d_v)
     shape = PSAShape.from_out(d_v.shape, num_heads, "d_v")
     target = target_or_zeros("d_qkv", d_qkv, shape.qkv, QKV_AXES, dtype)
-    halves = _tokens_first(d_v.reshape(shape.out_heads))
-    return _add_into(target, halves, lambda contiguous: _tokens_first(contiguous.reshape(shape.heads)[:, V_LO:]))
+    gradient = rounded(d_v, accumulator_dtype(dtype))
+    for h in range(shape.num_heads):
+        first = (4 * h + V_LO) * shape.key_dim
+        _add_rounded(target[:, first : first + shape.head_dim], gradient[:, h * shape.head_dim : (h + 1) * shape.head_dim])
+    return target
 
 
 def psa_merge_attn_backward(d_merged: ArrayLike, num_heads: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,12 +124,11 @@ def psa_fa2_backward(
     return dq, dk, dv
 
 
+BYTES_A_THREAD = 1 << 19
+"""Less than this moves faster than another thread wakes."""
+
+
 # ---- views `[outer, inner, tokens, channels]` and what is done with them ------------------------------------------------
-def _tokens_first(heads: np.ndarray) -> np.ndarray:
-    """`[BH, sections, KEY_DIM, N]` seen as `[BH, sections, N, KEY_DIM]`."""
-    return heads.swapaxes(2, 3)
-
-
 def _by_section(heads: np.ndarray) -> np.ndarray:
     """`[BH, sections, KEY_DIM, N]` seen as `[sections, BH, N, KEY_DIM]`."""
     return heads.transpose(1, 0, 3, 2)
@@ -138,22 +142,13 @@ def _run(kernel, dtype, source: np.ndarray, target: np.ndarray) -> None:
     source = addressable(source)
     outer, inner, tokens, channels = source.shape
     items = outer * inner * -(-tokens // layout.TOKENS)
-    kernel.run(dtype, items, (*_grid(source), *_grid(target), inner, tokens, channels))
+    problem = (*_grid(source), *_grid(target), inner, tokens, channels)
+    kernel.run(dtype, items, problem, most_threads=1 + source.nbytes // BYTES_A_THREAD)
 
 
 def _move(source: np.ndarray, target: np.ndarray) -> None:
     """target = source, whose bits are moved as unsigned integers; target is fresh memory."""
     _run(layout.move, np.dtype(f"uint{8 * source.itemsize}"), source, target)
-
-
-def _add_into(target: np.ndarray, source: np.ndarray, view) -> np.ndarray:
-    """view(target) += source, each sum rounded once; view takes a contiguous array."""
-    if target.dtype in HALVES or not target.flags.c_contiguous or np.may_share_memory(target, source):
-        fresh = np.zeros(target.shape, accumulator_dtype(target.dtype))
-        _run(layout.add, fresh.dtype, source.astype(fresh.dtype), view(fresh))
-        return _add_rounded(target, fresh)
-    _run(layout.add, target.dtype, source, view(target))
-    return target
 
 
 def _add_rounded(target: np.ndarray, gradient: np.ndarray) -> np.ndarray:
