@@ -9,7 +9,7 @@ the fused CPU path, which NumPy arrays take. Importing this package touches no d
 
 from numba_psa import oracle
 from numba_psa.contract import OPERATIONS, Operation
-from numba_psa.errors import BackendUnavailableError, DTypeError, NumbaPSAError, ParameterError, ShapeError
+from numba_psa.errors import BackendUnavailableError, DTypeError, NumbaPSAError, ParameterError, ShapeError, WeightsError
 from numba_psa.implementations import IMPLEMENTATIONS, attention, attention_backward, implementation
 from numba_psa.shapes import AttentionShape, PSAShape
 
@@ -26,6 +26,7 @@ __all__ = [
     "PSAShape",
     "ParameterError",
     "ShapeError",
+    "WeightsError",
     "attention",
     "attention_backward",
     "implementation",

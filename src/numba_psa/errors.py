@@ -19,3 +19,7 @@ class BackendUnavailableError(NumbaPSAError, RuntimeError):
 
 class ParameterError(NumbaPSAError, ValueError):
     """A scalar parameter, such as softmax_scale, has a value that makes no sense."""
+
+
+class WeightsError(NumbaPSAError, ValueError):
+    """A weight file cannot be read, or does not hold what a layer needs; the message lists every name that is wrong."""

@@ -1,0 +1,13 @@
+"""Vision layers around PSA attention, for inference from trained weights, without PyTorch.
+
+    from numba_psa.nn import C2PSA
+    layer = C2PSA.from_file("yolo26n.onnx", prefix="model.10")
+    y = layer(x)                       # x [B, 256, H, W], NumPy; impl="oracle" for float64 inside
+
+`Attention`, `PSABlock`, `C2PSA`, `C3k2` (YOLO26's, with attention) and `PSA` (YOLO10). Importing this loads no Numba.
+"""
+
+from numba_psa.nn.files import read_state
+from numba_psa.nn.layers import C2PSA, PSA, Attention, C3k2, Layer, PSABlock
+
+__all__ = ["C2PSA", "PSA", "Attention", "C3k2", "Layer", "PSABlock", "read_state"]

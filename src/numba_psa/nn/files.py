@@ -1,0 +1,77 @@
+"""Named arrays from `.safetensors`, `.npz` and `.onnx` files."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from numba_psa.errors import BackendUnavailableError, WeightsError
+from numba_psa.numerics import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
+
+_FLOATS = {"F16": FLOAT16, "BF16": BFLOAT16, "F32": FLOAT32, "F64": FLOAT64}
+_INSTALL = "pip install 'numba-psa[models]'"
+
+
+def read_state(path: str | PathLike[str]) -> dict[str, np.ndarray]:
+    """{name: array} of a weight file; of an `.onnx` file its initializers.
+
+    Raises WeightsError for what cannot be read, BackendUnavailableError where the package that reads it is missing, OSError.
+    A `.pt` file is a pickle: loading it runs code of whoever wrote it, so it is refused with the lines that convert it.
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix in (".pt", ".pth"):
+        raise WeightsError(
+            f"{path} is a pickle, which runs code when it is loaded. If you trust it, convert it once, where PyTorch is:\n"
+            f"    model = torch.load({str(path)!r}, map_location='cpu', weights_only=False)['model'].float()\n"
+            f"    safetensors.torch.save_file(model.state_dict(), {str(path.with_suffix('.safetensors'))!r})"
+        )
+    if suffix not in _READERS:
+        raise WeightsError(f"{path}: weights are read from {', '.join(_READERS)} files")
+    content = path.read_bytes()
+    return _READERS[suffix](path, content)
+
+
+def _read_safetensors(path: Path, content: bytes) -> dict[str, np.ndarray]:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise BackendUnavailableError(f"reading {path} needs safetensors: {_INSTALL}") from error
+    try:
+        entries = safetensors.deserialize(content)
+    except safetensors.SafetensorError as error:
+        raise WeightsError(f"{path} is no .safetensors file: {error}") from error
+    arrays = {}
+    for name, entry in entries:
+        # Only floats are weights; of others (counters) a placeholder of the same shape says that they are there.
+        dtype = _FLOATS.get(entry["dtype"])
+        data = np.frombuffer(entry["data"], dtype) if dtype else np.zeros(int(np.prod(entry["shape"])), np.int64)
+        arrays[name] = data.reshape(entry["shape"])
+    return arrays
+
+
+def _read_npz(path: Path, content: bytes) -> dict[str, np.ndarray]:
+    import io
+
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (ValueError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        raise WeightsError(f"{path} is no .npz file of plain arrays: {error}") from error
+
+
+def _read_onnx(path: Path, content: bytes) -> dict[str, np.ndarray]:
+    from numba_psa.nn.onnx_graph import initializers, parse
+
+    return initializers(parse(path, content), path)
+
+
+_READERS: dict[str, Callable[[Path, bytes], dict[str, np.ndarray]]] = {
+    ".safetensors": _read_safetensors,
+    ".npz": _read_npz,
+    ".onnx": _read_onnx,
+}

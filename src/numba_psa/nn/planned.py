@@ -1,0 +1,176 @@
+"""The layers' operations on the CPU path: recorded once for an input size, then replayed on buffers that are kept.
+
+Running a layer with a `Plan` in the place of `Exact` records its kernel launches instead of computing. All numbers that the
+kernels are given stand in one array; a call only writes the addresses of its input and its output into it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numba
+import numpy as np
+
+from numba_psa.arrays import quiet
+from numba_psa.cpu import convolution
+from numba_psa.cpu.compiling import Kernel
+from numba_psa.cpu.forward import forward
+from numba_psa.cpu.operands import address, tiles
+from numba_psa.cpu.vector import VECTOR_BYTES
+from numba_psa.nn.conv import Conv
+
+ITEMS = 16
+"""Work items that each thread should get from a convolution to at least 128 channels."""
+
+
+def images_at_a_time(shape: Sequence[int], dtype: np.dtype) -> int:
+    """How many images `[B, c_in, H, W]` are computed together: few, so that what they share stays in the cache."""
+    batch, _, height, width = shape
+    wanted = -(-ITEMS * numba.get_num_threads() // convolution.items(height * width, 128, dtype))
+    return min(batch, wanted)
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory of one result, `elements` long; `halo` elements before and after it are readable."""
+
+    elements: int
+    halo: int = 0
+    uses: list[tuple[int, int]] = field(default_factory=list)
+    """(index into the plan's numbers, bytes from the beginning): where an address in this buffer is to be written."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Channels of a buffer `[B, …, H, W]`: where they begin and how far images are apart, in elements."""
+
+    buffer: Buffer
+    first: int
+    batch_stride: int
+    channels: int
+
+
+class Plan:
+    """One layer for up to `batch` images of one size at a time; float32 or float64, into which half inputs are widened."""
+
+    def __init__(self, layer, batch: int, height: int, width: int, dtype: np.dtype):
+        self.batch, self.height, self.width, self.dtype = batch, height, width, dtype
+        self.tokens = height * width
+        self._lock = threading.Lock()
+        self._numbers: list[int] = []
+        self._steps: list[tuple[Kernel, int, slice, float]] = []
+        self._constants: list[np.ndarray] = []
+        self._buffers: list[Buffer] = []
+        self._x = self._new(layer.c_in).buffer
+        self._y = layer.forward(self, Tensor(self._x, 0, layer.c_in * self.tokens, layer.c_in)).buffer
+        self._settle()
+
+    # ---- what a layer calls, as in `Exact` ----
+    def conv(self, conv: Conv, x: Tensor | Sequence[Tensor], add: Tensor | None = None) -> Tensor:
+        pieces, out = [x] if isinstance(x, Tensor) else list(x), self._new(conv.c_out)
+        side = conv.kernel_size
+        for piece in pieces:
+            piece.buffer.halo = max(piece.buffer.halo, convolution.halo(side, self.width))
+        weights, bias = self._weights(conv)
+        numbers = [out, out.batch_stride, *((add, add.batch_stride) if add else (0, 0)), weights, bias, self._padding(side)]
+        numbers += [self.tokens, self.width, side, conv.c_out, int(conv.silu), len(pieces)]
+        for piece in pieces:
+            numbers += [piece, piece.batch_stride, piece.channels]
+        self._launch(convolution.convolve, convolution.items(self.tokens, conv.c_out, self.dtype), numbers)
+        return out
+
+    def split(self, x: Tensor, *channels: int) -> list[Tensor]:
+        firsts = np.cumsum([0, *channels[:-1]]).tolist()
+        parts = zip(firsts, channels, strict=True)
+        return [Tensor(x.buffer, x.first + first * self.tokens, x.batch_stride, count) for first, count in parts]
+
+    def attend(self, qkv: Tensor, num_heads: int, key_dim: int, pe: Conv) -> Tensor:
+        out, n = self._new(pe.c_out), self.tokens
+        head, head_dim = qkv.channels // num_heads, pe.c_out // num_heads
+        k, v = (Tensor(qkv.buffer, qkv.first + count * n, 0, 0) for count in (key_dim, 2 * key_dim))
+        strides = head * n, n, 1
+        numbers = [qkv, *strides, k, *strides, v, *strides, out, head_dim * n, n, 1, 0, n, n, key_dim, head_dim]
+        self._launch(forward, num_heads * tiles(n, self.dtype), numbers, key_dim**-0.5)
+
+        qkv.buffer.halo = max(qkv.buffer.halo, convolution.halo(pe.kernel_size, self.width))
+        numbers = [v, head * n, head_dim, out, out, *self._weights(pe), self._padding(pe.kernel_size)]
+        numbers += [n, self.width, pe.kernel_size, pe.c_out]
+        self._launch(convolution.depthwise, pe.c_out, numbers)
+        return out
+
+    # ---- recording ----
+    def _new(self, channels: int) -> Tensor:
+        self._buffers.append(Buffer(self.batch * channels * self.tokens))
+        return Tensor(self._buffers[-1], 0, channels * self.tokens, channels)
+
+    def _weights(self, conv: Conv) -> tuple[int, int]:
+        """Addresses of the weights, in the order in which the kernel reads them, and of the bias."""
+        if self.dtype not in conv.prepared:
+            rows = conv.weight.reshape(conv.c_out, -1)
+            weights = rows.ravel() if conv.groups > 1 else convolution.packed(rows)
+            with quiet():
+                conv.prepared[self.dtype] = weights.astype(self.dtype), conv.bias.astype(self.dtype)
+        self._constants += conv.prepared[self.dtype]
+        return tuple(address(array) for array in conv.prepared[self.dtype])
+
+    def _padding(self, side: int) -> int:
+        """Address of the table of zero padding; 1×1 has none."""
+        if side == 1:
+            return 0
+        self._constants.append(convolution.padding(side, self.height, self.width, self.dtype))
+        return address(self._constants[-1])
+
+    def _launch(self, kernel: Kernel, items: int, numbers: Sequence[int | Tensor], scale: float = 1.0) -> None:
+        first = len(self._numbers)
+        for index, number in enumerate(numbers, first):
+            if isinstance(number, Tensor):
+                number.buffer.uses.append((index, number.first * self.dtype.itemsize))
+                number = 0
+            self._numbers.append(number)
+        self._steps.append((kernel, items, slice(first, len(self._numbers)), scale))
+
+    def _settle(self) -> None:
+        """Give every buffer but those of a direct input and output its place in one piece of memory."""
+        self._reads_input = not self._x.halo
+        size, places = 0, {}
+        for buffer in self._buffers:
+            if buffer is not self._y and not (buffer is self._x and self._reads_input):
+                places[buffer] = size + buffer.halo
+                size += buffer.elements + 2 * buffer.halo
+                size += -size % (VECTOR_BYTES // self.dtype.itemsize)
+        work = np.empty(size + VECTOR_BYTES, self.dtype)
+        self._work = work[-address(work) % VECTOR_BYTES // self.dtype.itemsize :]
+        self._problem = np.array(self._numbers, np.int64)
+        for buffer, place in places.items():
+            self._point(buffer, address(self._work) + place * self.dtype.itemsize)
+        if not self._reads_input:
+            place = places[self._x]
+            self._copy = self._work[place : place + self._x.elements]
+
+    def _point(self, buffer: Buffer, start: int) -> None:
+        for index, offset in buffer.uses:
+            self._problem[index] = start + offset
+
+    # ---- replaying ----
+    @property
+    def nbytes(self) -> int:
+        """Memory that the plan keeps, weights not counted."""
+        return self._work.nbytes + self._problem.nbytes
+
+    def __call__(self, x: np.ndarray, y: np.ndarray) -> None:
+        """y = layer(x), both contiguous and of the plan's dtype, not overlapping; B may be any number."""
+        with self._lock:
+            for first in range(0, len(x), self.batch):
+                images = slice(first, first + self.batch)
+                self._run(x[images], y[images])
+
+    def _run(self, x: np.ndarray, y: np.ndarray) -> None:
+        if self._reads_input:
+            self._point(self._x, address(x))
+        else:
+            self._copy[: x.size] = x.ravel()
+        self._point(self._y, address(y))
+        for kernel, items, numbers, scale in self._steps:
+            kernel.run(self.dtype, len(x) * items, self._problem[numbers], scale)
