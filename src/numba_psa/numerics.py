@@ -163,6 +163,8 @@ def judge(
     misplaced = int(np.count_nonzero(~_same_special(np.asarray(actual), rounded, np.asarray(truth, np.float64))))
     if plain is None:
         error, worst = _errors(actual, rounded, reference_norm)
+        if np.any((actual != rounded) & np.isfinite(actual) & np.isfinite(rounded)):
+            error = max(error, 5e-324)  # also where the quotient of the norms is too small for a float64
         return Verdict(error, 0.0, worst, 0.0, misplaced)
     error, worst = _errors(actual, truth, reference_norm)
     several = [plain] if isinstance(plain, np.ndarray) else plain
@@ -180,7 +182,8 @@ def _errors(actual: np.ndarray, truth: np.ndarray, reference_norm: float) -> tup
         return 0.0, 0.0
     size = norm(want) or reference_norm
     difference = np.abs(got - want)
-    worst = np.max(difference / np.maximum(np.abs(want), size / math.sqrt(want.size) or 1.0))
+    with np.errstate(over="ignore"):  # a quotient beyond the largest float64 is inf: it fails, as it should
+        worst = np.max(difference / np.maximum(np.abs(want), size / math.sqrt(want.size) or 1.0))
     return norm(difference) / (size or 1.0), float(worst)
 
 
