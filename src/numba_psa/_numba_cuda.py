@@ -5,6 +5,7 @@ The simulator runs the same kernels in Python threads: set NUMBA_ENABLE_CUDASIM=
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from numba_psa.numerics import BFLOAT16
 
 try:
     from numba import cuda
+    from numba.cuda.core.errors import NumbaPerformanceWarning
 except ImportError as error:
     raise BackendUnavailableError(f"numba-cuda cannot be imported ({error}): {INSTALL}") from error
 
@@ -38,6 +40,7 @@ __all__ = [
     "flat_copy",
     "is_device_array",
     "require_device",
+    "run_kernel",
     "to_device",
     "to_host",
     "to_numba_array",
@@ -105,6 +108,13 @@ else:
     def add_atomically(target, i, x):
         """target[i] += x as one indivisible step; not for halves, of which numba-cuda has no atomics."""
         cuda.atomic.add(target, i, x)
+
+
+def run_kernel(kernel: Any, grid: Any, block: int, *arguments: Any) -> None:
+    """Launch on the default stream, without Numba's advice on small grids: here they are no mistake."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumbaPerformanceWarning)
+        kernel[grid, block](*arguments)
 
 
 # ---- arrays -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ it meets lie in shared memory. Rows are met in order, one recurrence step each, 
 products of a tile, which do not depend on each other, are shared out: lane r computes those of row r whole. (The original
 has every row's products reduced across lanes; that is the one thing cut differently here, and what makes it fast without
 warp shuffles, which Numba's simulator has not.) HEAD_DIM and VALUE_DIM (equal in the original) are compile-time constants.
-Pointers are flat arrays in C order with 64-bit offsets.
+Pointers are flat arrays in C order with 64-bit offsets; inner loops count in unsigned integers, because Numba lets signed
+indices count from the end, at the price of a test each.
 
 No fastmath: it would let the compiler assume that neither -inf nor NaN exists.
 """
@@ -13,6 +14,8 @@ No fastmath: it would let the compiler assume that neither -inf nor NaN exists.
 from __future__ import annotations
 
 import math
+
+import numpy as np
 
 from numba_psa._numba_cuda import cuda, device_function
 from numba_psa.mirror.elements import Element
@@ -35,18 +38,22 @@ def _stride(width: int) -> int:
 def loader(WIDTH: int, element: Element):
     """The device function that fetches rows of WIDTH columns from global into shared memory."""
     widen = element.widen
+    STEP = np.uint64(WIDTH)
 
     @device_function
     def load(rows, pointer, base, count):
-        """rows[r, :] = the r-th row after offset `base`, lane d column d. Past `count` rows, the last again: never used.
-
-        (So the loop has a constant length, and the compiler has all its loads under way at once.)
-        """
+        """rows[r, :] = the r-th row after offset `base`, for r < count; lane d fetches column d."""
         d = cuda.threadIdx.x
         if d < WIDTH:
-            for r in range(rows.shape[0]):
-                row = min(r, count - 1)
-                rows[r, d] = widen(pointer[base + row * WIDTH + d])
+            at = np.uint64(base + d)
+            if count == rows.shape[0]:  # a loop of constant length: all its loads are under way at once
+                for r in range(rows.shape[0]):
+                    rows[r, d] = widen(pointer[at])
+                    at += STEP
+            else:
+                for r in range(count):
+                    rows[r, d] = widen(pointer[at])
+                    at += STEP
 
     return load
 
@@ -102,7 +109,7 @@ def flash_attention2_forward_kernel(HEAD_DIM: int, VALUE_DIM: int, element: Elem
                 qk[r] = dot(q_vec[0], k_vec[r], HEAD_DIM, zero) * softmax_scale
             cuda.syncthreads()
 
-            for r in range(count):
+            for r in range(np.uint64(count)):
                 m_new = qk[r] if qk[r] > m_i else m_i
                 m_ref = zero if m_new == masked else m_new  # exp(-inf − -inf) would be NaN; so both factors are 0
                 alpha = real(math.exp(m_i - m_ref))
@@ -190,7 +197,7 @@ def dq_of_row(HEAD_DIM: int, VALUE_DIM: int, element: Element):
             cuda.syncthreads()
 
             if d < HEAD_DIM:
-                for r in range(count):
+                for r in range(np.uint64(count)):
                     dq_acc += ds[r] * k_vec[r, d] * softmax_scale
         return dq_acc
 
@@ -237,7 +244,7 @@ def dkv_of_row(HEAD_DIM: int, VALUE_DIM: int, element: Element):
                 ds[r] = p[r] * (do_dot_v - d_m)
             cuda.syncthreads()
 
-            for r in range(count):
+            for r in range(np.uint64(count)):
                 if l_m[r] != masked:  # a masked row attends to nothing
                     if d < VALUE_DIM:
                         dv_acc += p[r] * do_vec[r, d]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
-from numba.cuda.core.errors import NumbaPerformanceWarning
 
 from numba_psa._numba_cuda import (
     MAX_GRID_X,
@@ -18,6 +16,7 @@ from numba_psa._numba_cuda import (
     flat_copy,
     is_device_array,
     require_device,
+    run_kernel,
     to_device,
     to_host,
     to_numba_array,
@@ -120,9 +119,7 @@ def launch(factory: Callable, constants: tuple, grid: tuple[int, ...], block: in
         return
     if grid[0] > MAX_GRID_X:
         raise ShapeError(f"{factory.__name__} needs a grid of {grid[0]} blocks on x, CUDA takes at most {MAX_GRID_X}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NumbaPerformanceWarning)  # a small grid is no mistake here
-        compiled(factory, *constants)[grid, block](*arguments)
+    run_kernel(compiled(factory, *constants), grid, block, *arguments)
 
 
 def batch_head_slices(bh: int) -> list[slice]:
