@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import typer
 
+from numba_psa.commands import vectors
 from numba_psa.commands.doctor import doctor
+from numba_psa.commands.fuzz import fuzz
+from numba_psa.commands.infer import infer
 from numba_psa.commands.verify import verify
+from numba_psa.commands.weights import weights
 
 app = typer.Typer(
     name="numba-psa",
@@ -23,3 +27,7 @@ def main() -> None:
 
 app.command()(verify)
 app.command()(doctor)
+app.command()(fuzz)
+app.add_typer(vectors.app, name="vectors")
+app.command()(infer)
+app.command()(weights)

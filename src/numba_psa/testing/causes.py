@@ -57,6 +57,6 @@ CAUSES: dict[str, str] = {
     "one-half-gradient": "dq or dk comes from one half of V only; both halves add to it",
     "negated": "the sign is wrong",
     "constant-factor": "everything is off by one factor",
-    "half-precision": "values are rounded to half precision on the way",
     "half-accumulation": "the error is as large as that of sums kept in half precision",
+    "half-precision": "values are rounded to half precision on the way",
 }

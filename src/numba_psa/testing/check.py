@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -52,23 +52,27 @@ def neighbours(operation: Operation, arguments: Mapping[str, Any]) -> list[dict[
     of a small problem may be exact by luck (one key, D = 1, constant rows), which would ask the impossible of every other
     order of operations; large problems average over their elements and need fewer.
     """
-    inputs = {name: np.asarray(arguments[name]) for name in operation.arrays}
-    elements = sum(x.size for x in inputs.values())
-    patterns = 6 if elements < 1 << 12 else 2 if elements < 1 << 20 else 0
-    saved: tuple[np.ndarray, ...] = ()
-    if operation.name == "psa_attention_backward" and patterns:
+    kept: tuple[np.ndarray, ...] = ()
+    if operation.name == "psa_attention_backward":
         # What the forward inside it keeps is rounded too: o and l no longer fit q, k and v to the last bit.
-        wide, scale = inputs["qkv"].astype(FLOAT64), arguments.get("softmax_scale")
-        _, saved = oracle.psa_attention(wide, arguments["num_heads"], softmax_scale=scale, save_for_backward=True)
-    dtype, found = inputs[operation.arrays[0]].dtype, []
-    for pattern in range(patterns):
-        moved = {name: _moved(x, pattern, name, dtype) for name, x in inputs.items()}
-        kept = {"saved": tuple(_moved(x, pattern, "saved", dtype) for x in saved)} if saved else {}
-        found.append(truth(operation, {**arguments, **moved}, **kept))
-    return found
+        wide, scale = np.asarray(arguments["qkv"], FLOAT64), arguments.get("softmax_scale")
+        _, kept = oracle.psa_attention(wide, arguments["num_heads"], softmax_scale=scale, save_for_backward=True)
+    dtype = np.asarray(arguments[operation.arrays[0]]).dtype
+    return [
+        truth(operation, moved, **({"saved": tuple(move(x, pattern, "saved", dtype) for x in kept)} if kept else {}))
+        for pattern, moved in enumerate(moved_arguments(operation, arguments))
+    ]
 
 
-def _moved(x: np.ndarray, pattern: int, name: str, dtype: np.dtype) -> np.ndarray:
+def moved_arguments(operation: Operation, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments of each of `neighbours`, in float64."""
+    inputs = {name: np.asarray(arguments[name]) for name in operation.arrays}
+    elements, dtype = sum(x.size for x in inputs.values()), inputs[operation.arrays[0]].dtype
+    for pattern in range(6 if elements < 1 << 12 else 2 if elements < 1 << 20 else 0):
+        yield {**arguments, **{name: move(x, pattern, name, dtype) for name, x in inputs.items()}}
+
+
+def move(x: np.ndarray, pattern: int, name: str, dtype: np.dtype) -> np.ndarray:
     """x · (1 ± eps·√terms) in float64, eps of the accumulator of `dtype`, with signs that look random but never change.
 
     By pattern, each element has its own sign, each row, or each column: a sum of terms of one sign does not average its
@@ -89,6 +93,12 @@ def _moved(x: np.ndarray, pattern: int, name: str, dtype: np.dtype) -> np.ndarra
         return x.astype(FLOAT64) * np.where(up, 1.0 + size, 1.0 - size)
 
 
+def upstream_norm(operation: Operation, arguments: Mapping[str, Any]) -> float:
+    """What errors are relative to where the oracle's result is 0."""
+    upstream = np.asarray(arguments[operation.upstream], FLOAT64)
+    return norm(upstream[np.isfinite(upstream)])
+
+
 def check(
     operation: Operation, arguments: Mapping[str, Any], results: Mapping[str, np.ndarray], how: Plain = "two-pass"
 ) -> dict[str, Verdict]:
@@ -96,8 +106,7 @@ def check(
     exact = operation.kind == "layout"
     expected = truth(operation, arguments)
     references = [] if exact else [plain(operation, arguments, how), *neighbours(operation, arguments)]
-    upstream = np.asarray(arguments[operation.upstream], FLOAT64)
-    size = norm(upstream[np.isfinite(upstream)])
+    size = upstream_norm(operation, arguments)
     return {
         name: judge(
             results[name],

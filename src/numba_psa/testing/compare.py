@@ -129,10 +129,10 @@ def compare(
         if problem := _count_problem(wanted, operation.outputs):
             raise ParameterError(f"expected: {problem.text}")
     got = _named(actual, operation.outputs)
-    if problem := _problem(got, wanted, case, operation.outputs):
+    if problem := problem_of(got, wanted, case):
         return Report(op, case, got, wanted, {}, problem)
     if tolerance is not None:
-        verdicts = {name: _with_limit(got[name], wanted[name], tolerance, operation.kind) for name in operation.outputs}
+        verdicts = {name: _with_limit(got[name], wanted[name], tolerance) for name in operation.outputs}
     elif expected is None:
         verdicts = check(operation, case, got)
     elif operation.kind == "layout":
@@ -158,7 +158,9 @@ def _count_problem(results: Mapping[str, np.ndarray], outputs: tuple[str, ...]) 
     )
 
 
-def _problem(got, wanted, case: Case | None, outputs: tuple[str, ...]) -> Problem | None:
+def problem_of(got: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], case: Case | None) -> Problem | None:
+    """Why `got` cannot be compared with `wanted`, or None."""
+    outputs = tuple(wanted)
     if problem := _count_problem(got, outputs):
         return problem
     for name in outputs:
@@ -171,13 +173,19 @@ def _problem(got, wanted, case: Case | None, outputs: tuple[str, ...]) -> Proble
     return None
 
 
-def _with_limit(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance, kind: str) -> Verdict:
+def _with_limit(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -> Verdict:
     if isinstance(tolerance, Mapping):
         if actual.dtype.name not in tolerance:
             raise ParameterError(f"tolerance has no entry for {actual.dtype.name}, only for {', '.join(tolerance)}")
         tolerance = tolerance[actual.dtype.name]
-    verdict = judge(actual, expected, None if kind == "layout" else expected)
-    return replace(verdict, budget=float(tolerance), worst_budget=WORST_FACTOR * float(tolerance))
+    return within(actual, expected, float(tolerance), WORST_FACTOR * float(tolerance))
+
+
+def within(actual: np.ndarray, expected: np.ndarray, norm: float, worst: float, reference_norm: float = 0.0) -> Verdict:
+    """The verdict of `numerics.judge` with limits that are given, not measured."""
+    exact = norm == 0 and worst == 0
+    verdict = judge(actual, expected, None if exact else expected, reference_norm=reference_norm)
+    return replace(verdict, budget=norm, worst_budget=worst)
 
 
 # ---- where ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ if result.finding: print(result.finding)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,7 +37,7 @@ FINDINGS = (
     "nondeterministic",
 )
 """Names of what can be found."""
-EVIDENCE_EXAMPLES = 60
+EVIDENCE_EXAMPLES = 100
 """Cases tried after a finding, to tell apart causes that look alike on the smallest one."""
 EVIDENCE = 8
 """Further failures that a diagnosis takes into account."""
@@ -177,8 +177,8 @@ def fuzz(
         kind, finding = min(smallest.items(), key=lambda item: item[1].elements)
         note = "It does not fail on this case every time."
         result.finding = replace(finding, text=f"{note}\n{finding.text}") if kind != "nondeterministic" else finding
-    if result.finding is not None and result.finding.report is not None and evidence:
-        others = _evidence(strategy, result.finding, target, nondeterminism, op, seed_)
+    if result.finding is not None and result.finding.kind == "wrong-values" and evidence:
+        others = _evidence(strategy, result.finding, target, op, seed_)
         result.finding = replace(result.finding, report=replace(result.finding.report, others=others))
     result.unexpectedly_passing = [e.line for e in expectations if e.line in covered - result.failed_as_expected]
     return result
@@ -239,22 +239,26 @@ def _difference(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> str:
     return f"{count} of {sum(x.size for x in a)} elements"
 
 
-def _evidence(strategy, finding: Finding, target, nondeterminism, op, seed_):
-    """Other cases on which the port fails in the same way, with plain values and of several sizes."""
-    failures: list[Finding] = []
+def _evidence(
+    strategy, finding: Finding, target: Target, op: str, seed_: int
+) -> list[tuple[Case, Mapping[str, np.ndarray]]]:
+    """Other cases on which the port gives wrong values: with plain ones if it does there, and of all sizes."""
+    failures: dict[str, Finding] = {}
 
     def collect(case: Case) -> None:
-        if len(failures) < 4 * EVIDENCE:
-            other = examine_case(case, target, nondeterminism=nondeterminism)
-            if other is not None and other.kind == finding.kind and other.report is not None:
-                failures.append(other)
-            elif other is not None and other.kind == "hangs":
-                raise _Stop
+        try:
+            report = compare(target.run(case), case=case)
+        except TargetFailure as failure:
+            if failure.kind == "hangs":
+                raise _Stop from None
+            return
+        if report.kind == "wrong-values":
+            failures.setdefault(repr(case), Finding(report.kind, case, "", report))
 
     with contextlib.suppress(_Stop):
         _run(collect, strategy, op, EVIDENCE_EXAMPLES, seed_ + 1, [Phase.generate], None)
-    plain = [f for f in failures if f.case.values in ("ramp", "normal", "eighths")]
-    chosen = sorted(plain if len(plain) >= EVIDENCE else failures, key=lambda f: (f.tokens, f.elements))
+    plain = [f for f in failures.values() if f.case.values in ("ramp", "normal", "eighths")]
+    chosen = sorted(plain if len(plain) >= EVIDENCE else failures.values(), key=lambda f: (f.tokens, f.elements))
     places = sorted({round(i * (len(chosen) - 1) / (EVIDENCE - 1)) for i in range(EVIDENCE)}) if chosen else []
     return [(chosen[i].case, chosen[i].report.actual) for i in places]
 

@@ -11,7 +11,6 @@ Numbers come from a drawn seed, not one by one: a case of a million elements cos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from numba_psa.contract import OPERATIONS
 from numba_psa.numerics import FLOAT32, FLOATS, float_dtype
 from numba_psa.shapes import AttentionShape, PSAShape
 from numba_psa.testing.case import LAYOUTS, Case
+from numba_psa.testing.stock import STOCK_MODELS, STOCK_SIDES
 from numba_psa.testing.values import POSITIVE_SCALE_ONLY, make_case, value_kinds
 
 COUNTS = (1, 2, 3, 4, 5, 6)
@@ -34,27 +34,6 @@ MAX_TOKENS = 400
 """Default for the most tokens in a case: a 640 px image at stride 32 is 20×20."""
 MAX_ELEMENTS = 1 << 13
 """The most elements per section of qkv in a case that is not a stock model's: keeps a case in the milliseconds."""
-
-
-@dataclass(frozen=True)
-class StockModel:
-    """The attention of a stock YOLO: heads and KEY_DIM of its PSA blocks, at stride 32 of the image."""
-
-    models: tuple[str, ...]
-    num_heads: int
-    key_dim: int
-
-
-STOCK_MODELS = (
-    StockModel(("yolov10n", "yolo11n", "yolo26n"), 2, 32),
-    StockModel(("yolov10s", "yolov10b", "yolov10l"), 4, 32),
-    StockModel(("yolo11s", "yolo11m", "yolo11l", "yolo26s", "yolo26m", "yolo26l"), 4, 32),
-    StockModel(("yolov10m",), 4, 36),
-    StockModel(("yolov10x",), 5, 32),
-    StockModel(("yolo11x", "yolo26x"), 6, 32),
-)
-STOCK_SIDES = {640: 20, 224: 7}
-"""{pixels: tokens a side}."""
 
 
 def dtypes(names: Sequence[str] | None = None) -> st.SearchStrategy[np.dtype]:
