@@ -1,6 +1,6 @@
 """The mirror kernels against the original's own kernels in Triton, on one GPU: microseconds by CUDA graph replay.
 
-    python scripts/bench/mirror.py [--json FILE]      needs torch and triton, for the peer only
+    python scripts/bench/mirror.py [--json FILE --commit HASH]      needs torch and triton, for the peer only
 
 Each Triton kernel here has the decomposition of vision-rs 0.1.1: one program a query or key row, a HEAD_DIM-wide tensor a
 row, the online recurrence a key at a time. Every result is checked against the float64 oracle before anything is timed.
@@ -145,6 +145,7 @@ def bench(name: str, bh: int, n: int, key_dim: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
+    parser.add_argument("--commit", help="of these sources, for the record")
     options = parser.parse_args()
     rows = [
         bench(name, bh, n, kd) for name in CASES for bh, n, kd in ((2, 400, 32), (2, 399, 32), (8, 400, 32), (2, 400, 64))
@@ -154,12 +155,13 @@ def main() -> None:
     for row in rows:
         print(*(row[column] for column in columns))
     if options.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         about = {
             "gpu": torch.cuda.get_device_name(),
+            "driver": subprocess.run(driver, capture_output=True, text=True, check=True).stdout.strip(),
             "python": platform.python_version(),
             "versions": {p: version(p) for p in ("numpy", "numba", "numba-cuda", "torch", "triton")},
-            "commit": commit,
+            "commit": options.commit,
         }
         with open(options.json, "w") as file:
             json.dump({"about": about, "rows": rows}, file, indent=1)
