@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,49 @@ def initializers(model: Any, path: Path) -> dict[str, np.ndarray]:
         raise WeightsError(f"{path}: an initializer cannot be read: {error}") from error
 
 
-def input_of(model: Any, weight: str) -> str:
-    """The name of the tensor that the convolution with this weight reads."""
-    for node in model.graph.node:
-        if node.op_type == "Conv" and len(node.input) > 1 and node.input[1] == weight:
-            return node.input[0]
-    raise WeightsError(f"no convolution of the graph has the weight {weight}")
+def first_conv(model: Any, prefix: str) -> str:
+    """The name of the tensor that enters the layer at `prefix`: what its first convolution reads."""
+    return _conv(model, prefix, first=True).input[0]
+
+
+def last_conv(model: Any, prefix: str) -> str:
+    """The name of what the last convolution below `prefix` gives, before an activation."""
+    return _conv(model, prefix, first=False).output[0]
+
+
+def _conv(model: Any, prefix: str, *, first: bool) -> Any:
+    start = f"{prefix.strip('.')}."
+    found = [
+        node
+        for node in model.graph.node  # in an order in which they can be computed
+        if node.op_type == "Conv" and len(node.input) > 1 and node.input[1].startswith(start)
+    ]
+    if not found:
+        raise WeightsError(f"no convolution of the graph has weights below {prefix!r}")
+    return found[0 if first else -1]
+
+
+def tensors(model: Any, path: Path, names: Sequence[str], image: np.ndarray) -> list[np.ndarray]:
+    """The named tensors of the network on `image` `[1, 3, H, W]`, computed by onnxruntime on the CPU."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendUnavailableError(f"running {path} needs onnxruntime: pip install 'numba-psa[bench]'") from error
+    from onnx import helper
+
+    present = {output.name for output in model.graph.output}
+    model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in present)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return session.run(list(names), {session.get_inputs()[0].name: image})
+    except Exception as error:  # onnxruntime's own types have no common base but this
+        raise WeightsError(f"onnxruntime cannot run {path}: {error}") from error
+
+
+def image_size(model: Any) -> tuple[int, int] | None:
+    """(H, W) that the network is fixed to, None where it takes any."""
+    dims = model.graph.input[0].type.tensor_type.shape.dim
+    sizes = [dim.dim_value for dim in dims[2:4]]
+    return tuple(sizes) if len(sizes) == 2 and all(sizes) else None
