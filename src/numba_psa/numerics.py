@@ -181,10 +181,10 @@ def _errors(actual: np.ndarray, truth: np.ndarray, reference_norm: float) -> tup
     if not want.size:
         return 0.0, 0.0
     size = norm(want) or reference_norm
-    difference = np.abs(got - want)
-    with np.errstate(over="ignore"):  # a quotient beyond the largest float64 is inf: it fails, as it should
-        worst = np.max(difference / np.maximum(np.abs(want), size / math.sqrt(want.size) or 1.0))
-    return norm(difference) / (size or 1.0), float(worst)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is beyond the largest float64 is inf: it fails, as it should
+        difference = np.abs(got - want)
+        relative = difference / np.maximum(np.abs(want), size / math.sqrt(want.size) or 1.0)
+    return norm(difference) / (size or 1.0), float(np.max(np.where(np.isnan(relative), np.inf, relative)))
 
 
 def _finite_part(actual: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -109,7 +109,7 @@ class _Run:
         database = open_database(self.database)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         results = []
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             for op in self.ops:
                 task = progress.add_task(op, total=max_examples)
                 target = self.target(op)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -99,21 +100,41 @@ def upstream_norm(operation: Operation, arguments: Mapping[str, Any]) -> float:
     return norm(upstream[np.isfinite(upstream)])
 
 
+@dataclass(frozen=True)
+class Standard:
+    """What results for certain arguments are judged by; measured once, it serves many implementations."""
+
+    operation: Operation
+    expected: Mapping[str, np.ndarray]
+    """Unrounded float64 results."""
+    references: tuple[Mapping[str, np.ndarray], ...]
+    """Results as wrong as results may be; none for layout operations, which are exact."""
+    upstream: float
+
+    def judge(self, results: Mapping[str, np.ndarray]) -> dict[str, Verdict]:
+        """{output: verdict}."""
+        return {
+            name: judge(
+                results[name],
+                self.expected[name],
+                [reference[name] for reference in self.references] or None,
+                factor=self.operation.factor,
+                reference_norm=self.upstream,
+            )
+            for name in self.operation.outputs
+        }
+
+
+def standard(operation: Operation, arguments: Mapping[str, Any], how: Plain = "two-pass") -> Standard:
+    """The standard for results of `operation` on these arguments."""
+    references = ()
+    if operation.kind != "layout":
+        references = (plain(operation, arguments, how), *neighbours(operation, arguments))
+    return Standard(operation, truth(operation, arguments), references, upstream_norm(operation, arguments))
+
+
 def check(
     operation: Operation, arguments: Mapping[str, Any], results: Mapping[str, np.ndarray], how: Plain = "two-pass"
 ) -> dict[str, Verdict]:
     """{output: verdict} for `results`, which some implementation gave for `arguments`. Layout operations are exact."""
-    exact = operation.kind == "layout"
-    expected = truth(operation, arguments)
-    references = [] if exact else [plain(operation, arguments, how), *neighbours(operation, arguments)]
-    size = upstream_norm(operation, arguments)
-    return {
-        name: judge(
-            results[name],
-            expected[name],
-            None if exact else [reference[name] for reference in references],
-            factor=operation.factor,
-            reference_norm=size,
-        )
-        for name in operation.outputs
-    }
+    return standard(operation, arguments, how).judge(results)

@@ -18,7 +18,7 @@ from numba_psa.errors import ParameterError
 from numba_psa.numerics import WORST_FACTOR, Verdict, judge, largest_finite, norm
 from numba_psa.shapes import PSAShape
 from numba_psa.testing.case import Case
-from numba_psa.testing.check import check, truth
+from numba_psa.testing.check import standard
 from numba_psa.testing.diagnose import Diagnosis, diagnose
 from numba_psa.testing.hypotheses import SECTION_NAMES
 
@@ -122,8 +122,8 @@ def compare(
     if case is None and expected is None:
         raise ParameterError("compare needs expected=, or arguments= (or case=) to compute it")
     if expected is None:
-        with np.errstate(all="ignore"):
-            wanted = truth(operation, case)
+        measured = standard(operation, case)
+        wanted = measured.expected
     else:
         wanted = _named(expected, operation.outputs)
         if problem := _count_problem(wanted, operation.outputs):
@@ -134,7 +134,7 @@ def compare(
     if tolerance is not None:
         verdicts = {name: _with_limit(got[name], wanted[name], tolerance) for name in operation.outputs}
     elif expected is None:
-        verdicts = check(operation, case, got)
+        verdicts = measured.judge(got)
     elif operation.kind == "layout":
         verdicts = {name: judge(got[name], wanted[name]) for name in operation.outputs}
     else:

@@ -59,9 +59,11 @@ def diagnose(failures: Sequence[tuple[Case, Mapping[str, np.ndarray]]]) -> list[
     mean = {key: total / len(failures) for key, total in left.items()}
     order = {cause: i for i, cause in enumerate(CAUSES)}
     ranked = sorted(mean, key=lambda key: (_bucket(mean[key]), order[key[0]]))
+    # Where some cause explains everything, those that explain a part are noise.
+    limit = EXPLAINED if ranked and mean[ranked[0]] <= EXPLAINED else WORTH_NAMING
     found: dict[str, Diagnosis] = {}
     for cause, detail in ranked:
-        if mean[cause, detail] <= WORTH_NAMING and cause not in found:
+        if mean[cause, detail] <= limit and cause not in found:
             found[cause] = Diagnosis(cause, detail, 1.0 - mean[cause, detail])
     return list(found.values())
 

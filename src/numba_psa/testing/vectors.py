@@ -101,8 +101,8 @@ def _tolerances(case: Case, wide: Mapping[str, np.ndarray], expected: Mapping[st
         verdict = judge(x, wide[name], [r[name] for r in references], factor=factor, reference_norm=size)
         half_eps = machine_epsilon(x.dtype) / 2
         reason = (
-            f"{factor} x the error of the same formula in {compute.name}, or of the exact result of inputs that differ in its "
-            f"last place, + 1.5 eps of {x.dtype.name}: one for the result, half for the rounding of expected"
+            f"{factor} x the error of the same formula in {compute.name}, or of the exact result of inputs that differ in "
+            f"its last place, + 1.5 eps of {x.dtype.name}: one for the result, half for the rounding of expected"
         )
         norm, worst = verdict.budget + half_eps, verdict.worst_budget + WORST_FACTOR * half_eps
         found[name] = Tolerance(_rounded_up(norm), _rounded_up(worst), _rounded_up(size), reason)
