@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -9,7 +11,7 @@ from numba_psa.arrays import as_floats, check_target
 from numba_psa.cpu.flash_attn2 import attend, gradients, rounded
 from numba_psa.cpu.operands import address, widened
 from numba_psa.numerics import accumulator_dtype, check_dtypes, check_scale
-from numba_psa.shapes import L_AXES, OUT_AXES, V_LO, K, PSAShape, Q, check_shape
+from numba_psa.shapes import L_AXES, OUT_AXES, V_LO, K, PSAShape, Q, check_count, check_shape
 
 
 def psa_attention(
@@ -26,7 +28,7 @@ def psa_attention(
     strides, is written and returned; it may overlap qkv.
     """
     (qkv,), dtype = as_floats(qkv=qkv)
-    shape = PSAShape.from_qkv(qkv.shape, num_heads)
+    shape = _shape(qkv.shape, check_count("num_heads", num_heads, 1))
     scale = check_scale(softmax_scale, shape.softmax_scale)
     if out is not None:
         check_target("out", out, shape.out, OUT_AXES, dtype)
@@ -75,6 +77,10 @@ def psa_attention_backward(
     dq, dk, dv = _sections(d_qkv, shape)
     gradients(*_sections(qkv, shape), _tokens(out, shape), _tokens(d_out, shape), l, scale, dq=dq, dk=dk, dv=dv)
     return rounded(d_qkv, dtype)
+
+
+_shape = lru_cache(maxsize=256)(PSAShape.from_qkv)
+"""A layer asks for the same shape again and again; checking it takes as long as a tenth of the smallest attention."""
 
 
 def _sections(qkv: np.ndarray, shape: PSAShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

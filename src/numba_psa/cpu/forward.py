@@ -13,6 +13,7 @@ import numpy as np
 
 from numba_psa.cpu.compiling import kernel
 from numba_psa.cpu.tiles import (
+    HALF_WAY,
     add_product,
     aligned_pointer,
     clear_tile,
@@ -46,6 +47,7 @@ from numba_psa.cpu.vector import (
     subtract_each,
     sum_of_rows,
     where_greater,
+    zero_rows,
 )
 from numba_psa.numerics import LOG2E
 
@@ -68,12 +70,19 @@ def _score_rows(zeros, first, k, channel, token, queries, key_dim, scale, scores
 
 
 @inlined
-def _weigh_rows(zeros, first, weights, m_tile, l_i):
-    """weights[key] = 2**(score − m) in place of the scores, and their sum into l_i."""
+def _weigh(weights, keys, m, l_i):
+    """weights[key] = 2**(score − m) in place of the scores; l_i plus their sum. Few rows at a time: exp2 needs registers."""
     width = lanes(weights)
-    rows = exp2_each(subtract_each(load_rows(weights, first * width, width, zeros), load(m_tile, 0)))
-    store_rows(weights, first * width, width, rows)
-    store(l_i, 0, load(l_i, 0) + sum_of_rows(rows))
+    for first in range(0, keys - HALF_WAY + 1, HALF_WAY):
+        rows = load_rows(weights, first * width, width, zero_rows(weights, HALF_WAY))
+        rows = exp2_each(subtract_each(rows, m))
+        store_rows(weights, first * width, width, rows)
+        l_i = l_i + sum_of_rows(rows)
+    for key in range(keys // HALF_WAY * HALF_WAY, keys):
+        weight = exp2(load(weights, key * width) - m)
+        store(weights, key * width, weight)
+        l_i = l_i + weight
+    return l_i
 
 
 @inlined
@@ -81,8 +90,9 @@ def _finish(acc, value_dim):
     """acc / l_i; 0 where no key had a score above -inf."""
     width = lanes(acc)
     l_i = load(acc, value_dim * width)
+    inverse = splat(acc, 1.0) / l_i
     for c in range(value_dim):
-        store(acc, c * width, where_greater(l_i, splat(acc, 0.0), load(acc, c * width) / l_i))
+        store(acc, c * width, where_greater(l_i, splat(acc, 0.0), load(acc, c * width) * inverse))
 
 
 @inlined
@@ -124,7 +134,7 @@ def forward(problem, like, scale, begin, end):
             for_tiles(_score_rows, keys, queries, (k_chunk, k[2], k[3], queries, key_dim, scale * LOG2E, weights, m_tile))
             if key:
                 scale_tile(acc, value_dim + 1, exp2(m - load(m_tile, 0)))
-            for_tiles(_weigh_rows, keys, queries, (weights, m_tile, l_i))
+            store(l_i, 0, _weigh(weights, keys, load(m_tile, 0), load(l_i, 0)))
             add_product(acc, value_dim, v_chunk, v[2], v[3], weights, keys, spare)
         _finish(acc, value_dim)
         store_tile(operand_pointer(o, bh, like), o[2], o[3], first, count, acc, value_dim)
