@@ -78,7 +78,7 @@ def assert_right(make, config, given):
 
 MMA = [
     ({"query_warps": 1, "query_tiles": 2, "BN": 32}, 1, 40, {}),
-    ({"query_warps": 1, "key_warps": 2, "BN": 16, "copy": 2, "stages": 3}, 1, 35, {"scale": -0.2}),
+    ({"query_warps": 1, "key_warps": 2, "BN": 16, "copy": 2, "realigned": True}, 1, 35, {"scale": -0.2}),
     ({"query_warps": 2, "BN": 16, "copy": 2, "key_dim": 3, "value_dim": 6, "bf16": True}, 2, 37, {"amplitude": 4.0}),
     ({"query_warps": 1, "BN": 16, "copy": 4, "key_dim": 18, "value_dim": 36}, 1, 34, {"scale": 0.0}),
 ]
@@ -119,7 +119,7 @@ def test_float32_is_float32(fields, n, values):
 WGMMA = [
     ({"tail": 16}, 72, {}),
     ({"tail": 16, "copy": 2, "key_dim": 18, "value_dim": 36}, 15, {"amplitude": 4.0}),
-    ({"key_groups": 2, "copy": 2}, 67, {}),
+    ({"key_groups": 2, "copy": 2, "realigned": True}, 67, {}),
     ({"bf16": True}, 64, {"scale": -0.2}),
 ]
 

@@ -1,7 +1,7 @@
-"""Which kernel runs a problem, by architecture, dtype and shape class: the one table, with the run it came from.
+"""Which kernel runs a problem, by architecture, dtype and shape class: the one table.
 
-Classes count a block's unit of work, 64 query rows of a head, against the multiprocessors of the GPU: with few of them,
-warps share the keys of a row. Timings: scripts/bench/results/, one H200.
+The choices for Hopper are the fastest of scripts/bench/tune_gpu.py on one H200 (scripts/bench/results/tune_h200.json). Other
+architectures have not been timed: they get the mma.sync kernels with tiles that fit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ import numpy as np
 from numba_psa.cuda.forward import make_forward
 from numba_psa.cuda.forward_tf32 import make_forward_tf32
 from numba_psa.cuda.forward_wgmma import make_forward_wgmma
-from numba_psa.cuda.tiles import MmaTileConfig, Tf32TileConfig, TileConfig, WarpgroupTileConfig, padded
+from numba_psa.cuda.forward_wgmma_tf32 import make_forward_wgmma_tf32
+from numba_psa.cuda.tiles import (
+    MmaTileConfig,
+    Tf32TileConfig,
+    Tf32WarpgroupTileConfig,
+    TileConfig,
+    WarpgroupTileConfig,
+    padded,
+)
 from numba_psa.errors import ParameterError, ShapeError
 from numba_psa.numerics import BFLOAT16, FLOAT32
 
@@ -50,6 +58,11 @@ class Problem:
         for name, n in (("queries", self.n_queries), ("keys", self.n_keys)):
             if n >= 2**31 - 1024:
                 raise ShapeError(f"impl='cuda' takes fewer than 2**31 - 1024 {name} a head, got {n}")
+
+    @property
+    def realigned(self) -> bool:
+        """Whether 16-bit channel rows begin at odd places."""
+        return not self.tokens_first and self.dtype.itemsize == 2 and self.copy < 16
 
     @property
     def copy(self) -> int:
@@ -88,6 +101,7 @@ def _common(problem: Problem, arch: int) -> dict[str, Any]:
         "tokens_first": problem.tokens_first,
         "saves_l": problem.saves_l,
         "copy": problem.copy,
+        "realigned": problem.realigned,
         "arch": arch,
     }
 
@@ -95,39 +109,56 @@ def _common(problem: Problem, arch: int) -> dict[str, Any]:
 def candidates(
     problem: Problem, arch: int, multiprocessors: int
 ) -> Iterator[tuple[Callable, type[TileConfig], dict[str, Any]]]:
-    """(factory, config class, tile sizes), best first."""
-    units = problem.heads * -(-problem.n_queries // 64)
-    few, some = 2 * units <= multiprocessors, units <= multiprocessors
-    wide = problem.key_dim > 32
+    """(factory, config class, tile sizes), best first.
+
+    Blocks of 16 queries whose warps share the keys, while all of them run at once; then blocks of 64 whose warpgroups
+    share the keys; then, with more of them than multiprocessors, blocks that share a multiprocessor.
+    """
+    few = problem.heads * -(-problem.n_queries // 16) <= multiprocessors
+    some = problem.heads * -(-problem.n_queries // 64) <= multiprocessors
     if problem.dtype == FLOAT32:
-        yield from _float32(problem, few, some)
+        yield from _float32(problem, arch, few, some)
         return
-    if arch == 90 and not problem.tokens_first:
-        if some and not few and problem.n_keys > 512:
-            yield make_forward_wgmma, WarpgroupTileConfig, {"key_groups": 4, "stages": 4}
-        if not few:
-            tail = padded(problem.n_keys % 64, 16)
-            blocks = 2 if wide else 4
-            if problem.n_keys >= 4096 and not wide:
-                fields = {"BN": 128, "tail": padded(problem.n_keys % 128, 16), "stages": 3, "blocks_per_sm": 3}
-                yield make_forward_wgmma, WarpgroupTileConfig, fields
-            stages = 4 if tail == 0 else 3
-            yield make_forward_wgmma, WarpgroupTileConfig, {"tail": tail, "stages": stages, "blocks_per_sm": blocks}
-            yield make_forward_wgmma, WarpgroupTileConfig, {"tail": tail, "stages": 3, "blocks_per_sm": 1}
     if few and not problem.tokens_first:
-        yield make_forward, MmaTileConfig, {"query_warps": 1, "key_warps": 4, "BN": 64}
+        fields = {"key_warps": 8, "BN": 16} if problem.realigned else {"key_warps": 4, "BN": 64, "stages": 3}
+        yield make_forward, MmaTileConfig, fields | {"query_warps": 1}
         yield make_forward, MmaTileConfig, {"query_warps": 1, "key_warps": 4, "BN": 32}
-    yield make_forward, MmaTileConfig, {"query_warps": 4, "BN": 64, "blocks_per_sm": 1 if wide else 3}
+    if arch == 90 and not problem.tokens_first:
+        if some:
+            fields = {"key_groups": 3, "stages": 3 if problem.realigned else 5} if problem.n_keys > 512 else {"key_groups": 2}
+            yield make_forward_wgmma, WarpgroupTileConfig, {"stages": 3} | fields
+            yield make_forward_wgmma, WarpgroupTileConfig, {"key_groups": 2, "stages": 3}
+        yield from _warpgroups(problem)
+    yield make_forward, MmaTileConfig, {"query_warps": 4, "BN": 64, "blocks_per_sm": 1 if problem.key_dim > 32 else 3}
     yield make_forward, MmaTileConfig, {"query_warps": 4, "BN": 32}
     yield make_forward, MmaTileConfig, {"query_warps": 2, "BN": 16}
 
 
-def _float32(problem: Problem, few: bool, some: bool):
+def _warpgroups(problem: Problem) -> Iterator[Candidate]:
+    """Blocks of 64 queries, three or four to a multiprocessor; 128 of them where rows are realigned, which they share the price of."""
+    wide, tail = problem.key_dim > 32, padded(problem.n_keys % 64, 16)
+    if problem.realigned:
+        fields = {"tail": tail, "stages": 3, "warpgroups": 2}
+        yield make_forward_wgmma, WarpgroupTileConfig, fields | {"blocks_per_sm": 1 if wide else 2}
+    elif problem.n_keys >= 4096 and not wide:
+        fields = {"BN": 128, "tail": padded(problem.n_keys % 128, 16), "stages": 3, "blocks_per_sm": 3}
+        yield make_forward_wgmma, WarpgroupTileConfig, fields
+    else:
+        fields = {"tail": tail, "stages": 4, "blocks_per_sm": 3} if tail else {"stages": 3, "blocks_per_sm": 4}
+        fields |= {"blocks_per_sm": 2} if wide else {}
+        yield make_forward_wgmma, WarpgroupTileConfig, fields
+    yield make_forward_wgmma, WarpgroupTileConfig, {"tail": tail, "stages": 3, "blocks_per_sm": 1}
+
+
+def _float32(problem: Problem, arch: int, few: bool, some: bool) -> Iterator[Candidate]:
     if few and not problem.tokens_first:
-        yield make_forward_tf32, Tf32TileConfig, {"query_warps": 1, "key_warps": 8}
-    if (few or some) and not problem.tokens_first:
+        yield make_forward_tf32, Tf32TileConfig, {"query_warps": 1, "key_warps": 7 if problem.key_dim <= 32 else 4}
         yield make_forward_tf32, Tf32TileConfig, {"query_warps": 1, "key_warps": 4}
         yield make_forward_tf32, Tf32TileConfig, {"query_warps": 1, "key_warps": 2}
+    if arch == 90:  # up to KEY_DIM = 32
+        split = some or problem.n_keys >= 1024
+        groups, blocks = (3 if problem.copy == 16 else 2, 1) if split else (1, 3 if problem.copy == 16 else 2)
+        yield make_forward_wgmma_tf32, Tf32WarpgroupTileConfig, {"key_groups": groups, "blocks_per_sm": blocks}
     yield make_forward_tf32, Tf32TileConfig, {"query_warps": 4, "blocks_per_sm": 2 if problem.key_dim <= 32 else 1}
     yield make_forward_tf32, Tf32TileConfig, {"query_warps": 2}
     yield make_forward_tf32, Tf32TileConfig, {"query_warps": 1}

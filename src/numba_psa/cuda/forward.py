@@ -24,13 +24,23 @@ from numba_psa.cuda.fragments import (
 )
 from numba_psa.cuda.heads import heads_of
 from numba_psa.cuda.merge import merge_key_warps
-from numba_psa.cuda.staging import next_stage, place, stage_keys_values, stage_query, wait_for_copies, write_output
+from numba_psa.cuda.staging import (
+    next_stage,
+    place,
+    realign_keys_values,
+    stage_keys_values,
+    stage_query,
+    start_copy,
+    wait_for_copies,
+    write_output,
+)
 
 
 def make_forward(config):
     """The kernel for one MmaTileConfig. It closes over integers only, so that its compiled form can be cached on disk."""
     tile = config.constants()
     Q, P, S, ACC, ROWS = config.fragment_shapes
+    LEAD = config.stages - 1 + config.realigned  # blocks on their way when a turn begins
     ROWS_ARE_TOKENS, ROWS_ARE_CHANNELS = config.tokens_first, not config.tokens_first
 
     def attention_forward_kernel(q_base, k_base, v_base, out_base, l_base, n_queries, n_keys, scale):
@@ -50,6 +60,7 @@ def make_forward(config):
         m_i, l_i, alpha = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         start(m_i, l_i, acc, steepness)
 
+        raw = shared + tile.raw_offset
         ring = shared + tile.keys_offset  # `stages` blocks of keys and values
         block = tile.BN * tile.key_warps
         mine = tile.BN // 16 * at.key_warp  # of 16 keys each: where this warp's keys begin in a block
@@ -59,8 +70,13 @@ def make_forward(config):
         values = block_address(ring + tile.values_offset + mine * token_step(tile, tile.value_stride), tile.value_stride,
                                at.lane, ROWS_ARE_TOKENS)  # fmt: skip
         stage_query(tile, shared, head.q, n_queries, first_query, at.tid)
-        for j in range(tile.stages - 1):
-            stage_keys_values(tile, ring + j * tile.stage_bytes, head.k, head.v, n_keys, j * block, at.tid)
+        for j in range(LEAD):
+            start_copy(tile, stage_keys_values, ring + j * tile.stage_bytes, raw + j * tile.raw_bytes, head.k, head.v, n_keys,
+                       j * block, at.tid)  # fmt: skip
+        if tile.realigned:
+            wait_for_copies(1)
+            barrier()
+            realign_keys_values(tile, ring, raw, head.k, n_keys, at.tid)
 
         stage, ahead = 0, (tile.stages - 1) * tile.stage_bytes  # the stage being read, the stage being filled
         for j in range((n_keys + block - 1) // block):
@@ -68,7 +84,8 @@ def make_forward(config):
             barrier()
             if j == 0:
                 load_query(tile, q, queries, scale)
-            stage_keys_values(tile, ring + ahead, head.k, head.v, n_keys, (j + tile.stages - 1) * block, at.tid)
+            start_copy(tile, stage_keys_values, ring + ahead, raw + (j & 1) * tile.raw_bytes, head.k, head.v, n_keys,
+                       (j + LEAD) * block, at.tid)  # fmt: skip
             keys_left = n_keys - j * block - at.key_warp * tile.BN
             if keys_left > 0:
                 scores(tile, s, q, keys + stage)  # S = Q K^T
@@ -76,6 +93,8 @@ def make_forward(config):
                     mask_tail(s, keys_left, at.lane)
                 online_softmax_step(s, m_i, l_i, acc, alpha, steepness)  # P = exp(S - m)
                 accumulate_values(tile, acc, s, p, values + stage)  # O += P V
+            if tile.realigned and (j + 1) * block < n_keys:
+                realign_keys_values(tile, ring + ahead, raw + (j + 1 & 1) * tile.raw_bytes, head.k, n_keys, at.tid)
             stage, ahead = next_stage(tile, stage), next_stage(tile, ahead)
 
         finish_row_sums(l_i)

@@ -14,6 +14,7 @@ from numba_psa.cuda.device import (
     fence_proxy_async,
     first_lane,
     keep_above,
+    named_barrier,
     shared_address,
     step,
     wgmma_scores,
@@ -42,8 +43,10 @@ from numba_psa.cuda.staging import (
     next_stage,
     no_values,
     place,
+    realign_swizzled,
     stage_query,
     stage_swizzled,
+    start_copy,
     values_descriptor,
     wait_for_copies,
     write_output,
@@ -51,10 +54,14 @@ from numba_psa.cuda.staging import (
 
 
 @step
-def wait_for_stage(tile):
+def wait_for_stage(tile, group):
+    """Until the next block of a key group is in shared memory for all its threads, and the one before is read."""
     wait_for_copies(tile.stages - 3)
     fence_proxy_async()
-    barrier()
+    if tile.key_warps == 1:
+        barrier()
+    else:
+        named_barrier(1 + group, tile.stagers)
 
 
 @step
@@ -80,6 +87,7 @@ def make_forward_wgmma(config):
     tile = config.constants()
     Q, P, S, ACC, ROWS, P_TAIL, S_TAIL = config.fragment_shapes
     KEY_PAD, VALUE_PAD, TILE_BYTES, BF16 = config.key_pad, config.value_pad, config.tile_bytes, int(config.bf16)
+    LEAD = config.stages - 2 + config.realigned  # blocks on their way when a turn begins
     BN, TAIL, GROUPS = config.BN, config.tail, config.key_groups
 
     def attention_forward_wgmma_kernel(q_base, k_base, v_base, out_base, l_base, n_queries, n_keys, scale):
@@ -95,33 +103,42 @@ def make_forward_wgmma(config):
         m_i, l_i, alpha = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         start(m_i, l_i, acc, steepness)
 
-        mine = shared + BN // 64 * tile.tile_bytes * at.key_warp  # this group's keys within a stage
+        ring = shared + tile.group_bytes * at.key_warp  # this key group's own stages
+        raw = ring + tile.raw_offset
         queries = block_address(shared + tile.query_offset + 2 * first_row, tile.query_stride, at.lane, False)
-        keys, values = keys_descriptor(mine, tile.tile_bytes), values_descriptor(mine + tile.values_offset)
+        keys, values = keys_descriptor(ring, tile.tile_bytes), values_descriptor(ring + tile.values_offset)
+        stager = at.tid - tile.stagers * at.key_warp
         stage_query(tile, shared + tile.query_offset, head.q, n_queries, first_query, at.tid)
-        for j in range(tile.stages - 2):
-            stage_swizzled(tile, shared + j * tile.stage_bytes, head.k, head.v, n_keys, j * GROUPS * BN, at.tid)
-
+        for j in range(LEAD):
+            start_copy(tile, stage_swizzled, ring + j * tile.stage_bytes, raw + j * tile.raw_bytes, head.k, head.v, n_keys,
+                       (j * GROUPS + at.key_warp) * BN, stager)  # fmt: skip
         no_probabilities(p)  # block -1 is no special turn: 0 times zeros
-        before = no_values(tile, shared + tile.query_offset, at.tid)
+        before = no_values(tile, ring + tile.query_offset, stager)
+        wait_for_copies(LEAD - 1)
+        barrier()
+        if tile.realigned:
+            realign_swizzled(tile, ring, raw, head.k, n_keys, stager)
+        load_query(tile, q, queries, scale)
+        if GROUPS > 1:
+            barrier()  # group 0 may write over the queries from here on
+
         stage, ahead = 0, (tile.stages - 2) * tile.stage_bytes
-        n_blocks = n_keys // BN if GROUPS == 1 else (n_keys + GROUPS * BN - 1) // (GROUPS * BN)
+        n_blocks = n_keys // BN if GROUPS == 1 else ((n_keys + BN - 1) // BN - at.key_warp + GROUPS - 1) // GROUPS
         for j in range(n_blocks):
-            wait_for_stage(tile)
-            if j == 0:
-                load_query(tile, q, queries, scale)
-            stage_swizzled(tile, shared + ahead, head.k, head.v, n_keys, (j + tile.stages - 2) * GROUPS * BN, at.tid)
+            wait_for_stage(tile, at.key_warp)
+            start_copy(tile, stage_swizzled, ring + ahead, raw + (j & 1) * tile.raw_bytes, head.k, head.v, n_keys,
+                       ((j + LEAD) * GROUPS + at.key_warp) * BN, stager)  # fmt: skip
             valid = BN if GROUPS == 1 else n_keys - (j * GROUPS + at.key_warp) * BN
             attend(tile, q, s, p, p, m_i, l_i, acc, alpha, keys + (stage >> 4), before, steepness, shared, at.lane,
                    valid, BN, BN, KEY_PAD, VALUE_PAD, TILE_BYTES, BF16)  # fmt: skip
+            if tile.realigned and ((j + 1) * GROUPS + at.key_warp) * BN < n_keys:
+                realign_swizzled(tile, ring + ahead, raw + (j + 1 & 1) * tile.raw_bytes, head.k, n_keys, stager)
             before = values + (stage >> 4)
             stage, ahead = next_stage(tile, stage), next_stage(tile, ahead)
 
         if TAIL > 0:  # the last n_keys % BN keys, by the same step on narrower fragments
             p_tail, s_tail = cuda.local.array(P_TAIL, uint32), cuda.local.array(S_TAIL, float32)
-            wait_for_stage(tile)
-            if n_blocks == 0:
-                load_query(tile, q, queries, scale)
+            wait_for_stage(tile, at.key_warp)
             attend(tile, q, s_tail, p_tail, p, m_i, l_i, acc, alpha, keys + (stage >> 4), before, steepness, shared, at.lane,
                    n_keys - n_blocks * BN, TAIL, BN, KEY_PAD, VALUE_PAD, TILE_BYTES, BF16)  # fmt: skip
             wgmma_values(acc, p_tail, values + (stage >> 4), VALUE_PAD, TAIL, TILE_BYTES, BF16)

@@ -264,10 +264,15 @@ def attends(total):
 
 
 @step
-def normalised(value, total):
-    """value / total; 0 for a row without keys, whatever value is."""
-    quotient = value / total
-    return quotient if attends(total) else ZERO
+def inverse(total):
+    return ONE / total
+
+
+@step
+def weighted(value, weight, attending):
+    """value * weight; 0 for a row without keys, whatever value is."""
+    product = value * weight
+    return product if attending else ZERO
 
 
 @step

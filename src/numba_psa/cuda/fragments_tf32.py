@@ -25,7 +25,7 @@ from numba_psa.cuda.device import (
     step,
     vote_any,
 )
-from numba_psa.cuda.fragments import LOWEST, MASKED, ONE, ZERO, fill, normalised, put, quad_sum
+from numba_psa.cuda.fragments import LOWEST, MASKED, ONE, ZERO, attends, fill, inverse, put, quad_sum, weighted
 
 HALF = 0x1000  # of the last bit that TF32 keeps
 HIGH_BITS = 0xFFFFE000
@@ -144,14 +144,24 @@ def accumulate_values_tf32(tile, acc, part, p_high, p_low, v_high, v_low, values
 
 
 @step
+def add_part(acc, part):
+    for n in range(acc.shape[1]):
+        for i in range(4):
+            acc[0, n, i] += part[0, n, i]
+
+
+@step
 def write_floats(tile, acc, l_i, out, n_queries, row, lane):
     """out = acc / l_i, straight from registers: eight lanes fill a 32-byte sector of a channel's row."""
+    w0, w1 = inverse(l_i[0, 0]), inverse(l_i[0, 1])
+    e0, e1 = attends(l_i[0, 0]), attends(l_i[0, 1])
     for n in range(acc.shape[1]):
         for i in range(4):
             channel, at = 8 * n + 2 * (lane & 3) + i % 2, row + i // 2 * 8
             if at < n_queries and (tile.value_dim == tile.value_pad or channel < tile.value_dim):
                 offset = at * tile.value_dim + channel if tile.tokens_first else channel * n_queries + at
-                st_global_f32(out + 4 * offset, normalised(acc[0, n, i], l_i[0, i // 2]))
+                value = weighted(acc[0, n, i], w0, e0) if i < 2 else weighted(acc[0, n, i], w1, e1)
+                st_global_f32(out + 4 * offset, value)
 
 
 # ---- infinities -------------------------------------------------------------------------------------------------------

@@ -36,8 +36,13 @@ def architecture(device: int | None = None) -> int:
 
 def current_device() -> int:
     """The ordinal of the device that the calling thread works on."""
+    if SIMULATED:
+        return 0
     require_device("cuda")
-    return 0 if SIMULATED else cuda.get_current_device().id
+    from cuda.bindings import driver
+
+    status, device = driver.cuCtxGetDevice()
+    return cuda.get_current_device().id if status else int(device)  # this thread may not have used CUDA yet
 
 
 class Kernel:

@@ -20,7 +20,7 @@ from numba_psa.cuda.device import (
     st_shared_f32,
     step,
 )
-from numba_psa.cuda.fragments import MASKED, ZERO, log_sum, normalised, pack, rescale
+from numba_psa.cuda.fragments import MASKED, ZERO, attends, inverse, log_sum, pack, rescale, weighted
 
 
 @step
@@ -89,21 +89,26 @@ def store_four(tile, target, o0, o1, o2, o3, valid):
 
 @step
 def write_sums(tile, out, n_queries, first, shared, tid):
-    """out = sum of accumulators / sum of l_i over the key warps."""
+    """out = sum of accumulators / sum of l_i over the key warps; a thread keeps its 4 queries and walks down the channels."""
     chunks = tile.BM // 4
     rows_a_pass = tile.threads // chunks
     row, column = tid // chunks, tid % chunks * 4
     valid = n_queries - first - column
+    l0 = l1 = l2 = l3 = ZERO
+    for w in range(tile.key_warps):
+        l = ld_shared_v4_f32(shared + tile.sums_offset + 4 * (w * tile.BM + column))
+        l0, l1, l2, l3 = l0 + l[0], l1 + l[1], l2 + l[2], l3 + l[3]
+    w0, w1, w2, w3 = inverse(l0), inverse(l1), inverse(l2), inverse(l3)
+    e0, e1, e2, e3 = attends(l0), attends(l1), attends(l2), attends(l3)
     for _ in range((tile.value_dim + rows_a_pass - 1) // rows_a_pass):
         if row < tile.value_dim and valid > 0:
-            a0 = a1 = a2 = a3 = l0 = l1 = l2 = l3 = ZERO
+            a0 = a1 = a2 = a3 = ZERO
             for w in range(tile.key_warps):
                 a = ld_shared_v4_f32(shared + (w * tile.value_pad + row) * tile.merge_stride + 4 * column)
-                l = ld_shared_v4_f32(shared + tile.sums_offset + 4 * (w * tile.BM + column))
                 a0, a1, a2, a3 = a0 + a[0], a1 + a[1], a2 + a[2], a3 + a[3]
-                l0, l1, l2, l3 = l0 + l[0], l1 + l[1], l2 + l[2], l3 + l[3]
             target = out + tile.item * (row * n_queries + first + column)
-            store_four(tile, target, normalised(a0, l0), normalised(a1, l1), normalised(a2, l2), normalised(a3, l3), valid)
+            store_four(tile, target, weighted(a0, w0, e0), weighted(a1, w1, e1), weighted(a2, w2, e2), weighted(a3, w3, e3),
+                       valid)  # fmt: skip
         row += rows_a_pass
 
 

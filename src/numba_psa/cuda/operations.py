@@ -14,7 +14,7 @@ from numba_psa.cuda.plans import cached_plan, device_scale, exactness, launcher
 from numba_psa.cuda.views import Call
 from numba_psa.errors import BackendUnavailableError, ParameterError, ShapeError
 from numba_psa.numerics import FLOAT32, check_scale
-from numba_psa.shapes import OUT_AXES, SECTION_AXES, SECTIONS, AttentionShape, PSAShape, check_shape
+from numba_psa.shapes import OUT_AXES, SECTION_AXES, SECTIONS, AttentionShape, PSAShape, check_count, check_shape
 
 
 def psa_attention(
@@ -39,18 +39,14 @@ def psa_attention(
     """
     call = Call(stream, qkv=qkv)
     source = call["qkv"]
-    shape = PSAShape.from_qkv(source.shape, num_heads)
-    exact = exactness(precision, call.dtype)
-    scale = check_scale(softmax_scale, shape.softmax_scale)
-    plan = cached_plan(shape, call.dtype, scale, exact, save_for_backward, current_device())
-    target = call.target("out", out, shape.out, OUT_AXES)
-    if not save_for_backward:
-        plan.launch(source.pointer, target.pointer, 0, call.stream)
-        return call.finish(out, target)
-    l = call.empty(shape.l, FLOAT32)
-    plan.launch(source.pointer, target.pointer, l.pointer, call.stream)
+    scale = None if softmax_scale is None else check_scale(softmax_scale, 1.0)
+    check_count("num_heads", num_heads, 1)
+    plan = cached_plan(source.shape, num_heads, call.dtype, scale, precision, save_for_backward, current_device())
+    target = call.target("out", out, plan.shape.out, OUT_AXES)
+    l = call.empty(plan.shape.l, FLOAT32) if save_for_backward else None
+    plan.launch(source.pointer, target.pointer, l.pointer if l else 0, call.stream)
     result = call.finish(out, target)
-    return result, (result, call.result(l))
+    return (result, (result, call.result(l))) if l else result
 
 
 def flash_attention2_forward(

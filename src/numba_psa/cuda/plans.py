@@ -164,10 +164,16 @@ def launcher(problem: Problem, device: int) -> Launcher:
 
 @cache
 def cached_plan(
-    shape: PSAShape, dtype: np.dtype, softmax_scale: float, exact: bool, saves_l: bool, device: int
+    qkv: tuple[int, ...],
+    num_heads: int,
+    dtype: np.dtype,
+    softmax_scale: float | None,
+    precision: str | None,
+    saves_l: bool,
+    device: int,
 ) -> AttentionPlan:
-    """What psa_attention runs: the plan of this problem, made once."""
-    precision = None if exact else "tf32"
+    """What psa_attention runs: the plan for qkv of this shape on this device, checked and made once."""
+    shape = PSAShape.from_qkv(qkv, num_heads)
     return AttentionPlan(shape, dtype, softmax_scale=softmax_scale, precision=precision, saves_l=saves_l)
 
 

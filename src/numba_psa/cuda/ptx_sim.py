@@ -38,6 +38,10 @@ def collective(function, *arguments, size=32):
     return result
 
 
+def named_barrier(number, count):
+    collective(lambda given: given, number, size=int(count))
+
+
 def barrier():
     threading.current_thread().syncthreads()
 
@@ -152,6 +156,10 @@ def maximum(x, y):
 
 def float_bits(x):
     return int(np.float32(x).view(np.uint32))
+
+
+def funnel_shift(low, high, n):
+    return np.uint32((int(high) << 32 | int(low)) >> int(n) & 0xFFFFFFFF)
 
 
 def bits_float(x):
@@ -271,3 +279,18 @@ def movmatrix_trans(word):
         return list(np.ascontiguousarray(tile.T).view(np.uint32).reshape(32))
 
     return collective(transpose, word)
+
+
+def _stmatrix(given):
+    memory = given[0][5]
+    words = np.array([[int(w) for w in g[1:5]] for g in given], np.uint32)
+    for tile in range(4):
+        rows = np.ascontiguousarray(words[:, tile].reshape(8, 4)).view(np.uint16).T
+        for r in range(8):
+            address = int(given[8 * tile + r][0])
+            memory[address : address + 16] = np.ascontiguousarray(rows[r]).view(np.uint8)
+    return [None] * 32
+
+
+def stmatrix_x4_trans(address, *words):
+    collective(_stmatrix, address, *words, shared_bytes())

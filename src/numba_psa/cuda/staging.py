@@ -6,7 +6,7 @@ as `tile.copy` says that addresses allow; what lies outside the problem becomes 
 
 from __future__ import annotations
 
-from numba import int32
+from numba import int32, uint32
 
 from numba_psa.cuda.device import (
     barrier,
@@ -17,6 +17,7 @@ from numba_psa.cuda.device import (
     cp_async_wait_0,
     cp_async_wait_1,
     cp_async_wait_2,
+    funnel_shift,
     ld_global_8x16,
     ld_global_u16,
     ld_shared_u16,
@@ -30,10 +31,12 @@ from numba_psa.cuda.device import (
     st_global_v4_u32,
     st_shared_u16,
     st_shared_u32,
+    st_shared_v2_u32,
     st_shared_v4_u32,
     step,
+    stmatrix_x4_trans,
 )
-from numba_psa.cuda.fragments import normalised, pack
+from numba_psa.cuda.fragments import attends, block_address, inverse, pack, weighted
 from numba_psa.cuda.tiles import Place
 
 SWIZZLE_128B = 1 << 62 | 1024 >> 4 << 32  # matrix descriptor: swizzle, 1024 bytes from 8 rows to the next
@@ -46,14 +49,8 @@ def place(tile, warp, tid):
 
 # ---- global to shared -------------------------------------------------------------------------------------------------
 @step
-def chunk_of(tile):
-    """Elements that `copy_chunk` moves: one access, or 8 values whose address is a multiple of 2 only."""
-    return 8 if tile.copy == 2 else tile.copy // tile.item
-
-
-@step
 def copy_chunk(tile, shared, source, valid):
-    """One chunk into shared memory, zeros from `valid` on; in the background, unless addresses are odd."""
+    """One access wide, or 8 values if addresses are odd; zeros from `valid` on. In the background unless odd."""
     valid = int32(valid)
     if tile.copy == 2:
         if valid >= 8:
@@ -74,19 +71,19 @@ def copy_chunk(tile, shared, source, valid):
 
 
 @step
-def stage_rows(tile, shared, stride, swizzled, source, row_bytes, rows, valid_rows, columns, valid_columns, tid):
+def stage_rows(tile, threads, shared, stride, swizzled, source, row_bytes, rows, valid_rows, columns, valid_columns, tid):
     """rows x columns values into shared memory; a thread keeps its chunk of columns and walks down the rows.
 
     swizzled: rows are 128 bytes and 16 bytes c of row r lie at c ^ (r % 8), as wgmma's descriptors want it.
     """
-    chunk = chunk_of(tile)
+    chunk = 8 if tile.copy == 2 else tile.copy // tile.item
     lanes = columns // chunk
-    rows_a_pass = tile.threads // lanes
+    rows_a_pass = threads // lanes
     first, column = tid // lanes, tid % lanes * chunk
     source += tile.item * column
     for i in range((rows + rows_a_pass - 1) // rows_a_pass):
         row = first + i * rows_a_pass
-        if (tile.threads % lanes == 0 or first < rows_a_pass) and (rows % rows_a_pass == 0 or row < rows):
+        if (threads % lanes == 0 or first < rows_a_pass) and (rows % rows_a_pass == 0 or row < rows):
             offset = tile.item * column
             if swizzled:
                 offset ^= 16 * (row & 7)
@@ -110,11 +107,11 @@ def stage_tile(tile, shared, stride, source, n_tokens, first, tokens, channels, 
         stage_transposed(tile, shared, stride, source, n_tokens - first, first, tokens, channels, channels_pad, tid)
     elif tile.tokens_first:
         row_bytes = tile.item * channels
-        stage_rows(tile, shared, stride, False, source + first * row_bytes, row_bytes, tokens, n_tokens - first,
+        stage_rows(tile, tile.threads, shared, stride, False, source + first * row_bytes, row_bytes, tokens, n_tokens - first,
                    channels_pad, channels, tid)  # fmt: skip
     else:
-        stage_rows(tile, shared, stride, False, source + tile.item * first, tile.item * n_tokens, channels_pad, channels,
-                   tokens, n_tokens - first, tid)  # fmt: skip
+        stage_rows(tile, tile.threads, shared, stride, False, source + tile.item * first, tile.item * n_tokens, channels_pad,
+                   channels, tokens, n_tokens - first, tid)  # fmt: skip
 
 
 @step
@@ -124,26 +121,102 @@ def stage_query(tile, shared, q, n_queries, first, tid):
 
 @step
 def stage_keys_values(tile, shared, k, v, n_keys, first, tid):
-    """The keys and values of one turn of all warps. Always closes a group of copies, even an empty one."""
-    if int32(first) < n_keys:
-        tokens = tile.BN * tile.key_warps
-        stage_tile(tile, shared, tile.key_stride, k, n_keys, first, tokens, tile.key_dim, tile.key_pad, tid)
-        stage_tile(tile, shared + tile.values_offset, tile.value_stride, v, n_keys, first, tokens, tile.value_dim,
-                   tile.value_pad, tid)  # fmt: skip
-    cp_async_commit()
+    """The keys and values of one turn of all warps."""
+    tokens = tile.BN * tile.key_warps
+    stage_tile(tile, shared, tile.key_stride, k, n_keys, first, tokens, tile.key_dim, tile.key_pad, tid)
+    stage_tile(tile, shared + tile.values_offset, tile.value_stride, v, n_keys, first, tokens, tile.value_dim, tile.value_pad,
+               tid)  # fmt: skip
 
 
 @step
 def stage_swizzled(tile, shared, k, v, n_keys, first, tid):
-    """stage_keys_values for wgmma: tiles of 64 keys, [key_pad + value_pad rows][128 bytes], swizzled."""
+    """stage_keys_values for one key group of wgmma: tiles of [key_pad + value_pad rows][128 bytes], swizzled."""
+    row_bytes, keys = tile.item * n_keys, 128 // tile.item
+    for b in range(tile.BN // keys):
+        at, target = first + keys * b, shared + b * tile.tile_bytes
+        if tile.key_dim == tile.key_pad:  # values follow keys without a gap
+            stage_rows(tile, tile.stagers, target, 128, True, k + tile.item * at, row_bytes, tile.key_pad + tile.value_pad,
+                       tile.key_dim + tile.value_dim, keys, n_keys - at, tid)  # fmt: skip
+        else:
+            stage_rows(tile, tile.stagers, target, 128, True, k + tile.item * at, row_bytes, tile.key_pad, tile.key_dim, keys,
+                       n_keys - at, tid)  # fmt: skip
+            stage_rows(tile, tile.stagers, target + tile.values_offset, 128, True, v + tile.item * at, row_bytes,
+                       tile.value_pad, tile.value_dim, keys, n_keys - at, tid)  # fmt: skip
+
+
+# ---- rows that begin at odd places ------------------------------------------------------------------------------------
+# Where N is no multiple of 8, channel rows of 16-bit values begin at any even address. Then (`tile.realigned`) the aligned
+# 16 bytes that hold them are copied in the background to `raw`, and moved to their place a block later, beside the products.
+@step
+def rows_a_pass_of(threads, lanes):
+    """Rows that `threads` move at once: a multiple of 8 if that can be, for rows 8 apart begin at the same odd place."""
+    rows = threads // lanes
+    return rows // 8 * 8 if rows >= 8 else rows
+
+
+@step
+def copy_raw(tile, raw, source, n_keys, first_key, tid):
+    """The aligned chunks that hold the keys' and values' rows (neighbours in qkv) from a key on, zeros after them."""
+    chunks, row_bytes, rows = tile.raw_stride // 16, 2 * n_keys, tile.key_dim + tile.value_dim
+    rows_a_pass = rows_a_pass_of(tile.stagers, chunks)
+    first, chunk = tid // chunks, tid % chunks
+    source += 2 * first_key
+    for i in range((rows + rows_a_pass - 1) // rows_a_pass):
+        row = first + i * rows_a_pass
+        if first < rows_a_pass and row < rows:
+            misplaced = source + (row if rows_a_pass % 8 else first) * row_bytes & 15
+            count = min(max(int32(2 * (n_keys - first_key) + misplaced - 16 * chunk), 0), 16)
+            at = source + row * row_bytes - misplaced + 16 * chunk
+            cp_async_16(raw + row * tile.raw_stride + 16 * chunk, at, count)
+
+
+@step
+def realign(tile, shared, stride, swizzled, raw, source, n_keys, rows, valid_rows, keys, tid):
+    """Rows of `keys` keys from raw to their place, two words a lane, shifted by half a word where a row is odd."""
+    lanes, row_bytes = keys // 4, 2 * n_keys
+    rows_a_pass = rows_a_pass_of(tile.stagers, lanes)
+    first, pair = tid // lanes, tid % lanes
+    for i in range((rows + rows_a_pass - 1) // rows_a_pass):
+        row = first + i * rows_a_pass
+        if first < rows_a_pass and (rows % rows_a_pass == 0 or row < rows):
+            low, high = uint32(0), uint32(0)
+            if row < valid_rows:
+                misplaced = source + (row if rows_a_pass % 8 else first) * row_bytes & 15
+                at = raw + row * tile.raw_stride + (misplaced & 12) + 8 * pair
+                shift, middle = 8 * (misplaced & 2), ld_shared_u32(at + 4)
+                low = funnel_shift(ld_shared_u32(at), middle, shift)
+                high = funnel_shift(middle, ld_shared_u32(at + 8), shift)
+            offset = 8 * pair
+            if swizzled:
+                offset ^= 16 * (row & 7)
+            st_shared_v2_u32(shared + row * stride + offset, low, high)
+
+
+@step
+def realign_keys_values(tile, shared, raw, k, n_keys, tid):
+    keys = tile.BN * tile.key_warps
+    realign(tile, shared, tile.key_stride, False, raw, k, n_keys, tile.key_pad, tile.key_dim, keys, tid)
+    realign(tile, shared + tile.values_offset, tile.value_stride, False, raw + tile.key_dim * tile.raw_stride,
+            k + tile.key_dim * (2 * n_keys), n_keys, tile.value_pad, tile.value_dim, keys, tid)  # fmt: skip
+
+
+@step
+def realign_swizzled(tile, shared, raw, k, n_keys, tid):
+    for b in range(tile.BN // 64):
+        target, source = shared + b * tile.tile_bytes, raw + 128 * b
+        realign(tile, target, 128, True, source, k, n_keys, tile.key_pad, tile.key_dim, 64, tid)
+        realign(tile, target + tile.values_offset, 128, True, source + tile.key_dim * tile.raw_stride,
+                k + tile.key_dim * (2 * n_keys), n_keys, tile.value_pad, tile.value_dim, 64, tid)  # fmt: skip
+
+
+@step
+def start_copy(tile, stage_block, shared, raw, k, v, n_keys, first, tid):
+    """Begin to bring a block of keys and values, to its place or raw. Always closes a group of copies, even an empty one."""
     if int32(first) < n_keys:
-        row_bytes = tile.item * n_keys
-        for b in range(tile.BN // 64 * tile.key_warps):
-            at = first + 64 * b
-            stage_rows(tile, shared + b * tile.tile_bytes, 128, True, k + tile.item * at, row_bytes,
-                       tile.key_pad, tile.key_dim, 64, n_keys - at, tid)  # fmt: skip
-            stage_rows(tile, shared + b * tile.tile_bytes + tile.values_offset, 128, True, v + tile.item * at, row_bytes,
-                       tile.value_pad, tile.value_dim, 64, n_keys - at, tid)  # fmt: skip
+        if tile.realigned:
+            copy_raw(tile, raw, k, n_keys, first, tid)
+        else:
+            stage_block(tile, shared, k, v, n_keys, first, tid)
     cp_async_commit()
 
 
@@ -196,15 +269,31 @@ def normalise_to_shared(tile, acc, l_i, shared, first_row, lane):
     """acc / l_i, rounded, into rows as they will lie in memory; first_row is the warp's first query in the block."""
     stride = tile.output_stride
     address = shared + (lane >> 2) * stride + 4 * (lane & 3)
+    block = block_address(shared + 2 * first_row, stride, lane, False)
     for t in range(acc.shape[0]):
-        for n in range(acc.shape[1]):
-            for r in range(2):
-                word = pack(tile.bf16, normalised(acc[t, n, 2 * r], l_i[t, r]), normalised(acc[t, n, 2 * r + 1], l_i[t, r]))
-                row = first_row + 16 * t + 8 * r
-                if tile.tokens_first:
-                    st_shared_u32(address + row * stride + 16 * n, word)
-                else:
-                    st_shared_u32(address + 8 * n * stride + 2 * row, movmatrix_trans(word))
+        w0, w1 = inverse(l_i[t, 0]), inverse(l_i[t, 1])
+        e0, e1 = attends(l_i[t, 0]), attends(l_i[t, 1])
+        for n in range(acc.shape[1] // 2):
+            c, d = acc[t, 2 * n], acc[t, 2 * n + 1]
+            a0 = pack(tile.bf16, weighted(c[0], w0, e0), weighted(c[1], w0, e0))
+            a1 = pack(tile.bf16, weighted(c[2], w1, e1), weighted(c[3], w1, e1))
+            b0 = pack(tile.bf16, weighted(d[0], w0, e0), weighted(d[1], w0, e0))
+            b1 = pack(tile.bf16, weighted(d[2], w1, e1), weighted(d[3], w1, e1))
+            row = first_row + 16 * t
+            if tile.tokens_first:
+                at = address + row * stride + 32 * n
+                st_shared_u32(at, a0)
+                st_shared_u32(at + 8 * stride, a1)
+                st_shared_u32(at + 16, b0)
+                st_shared_u32(at + 8 * stride + 16, b1)
+            elif tile.stores_matrices:
+                stmatrix_x4_trans(block + 16 * n * stride + 32 * t, a0, a1, b0, b1)
+            else:
+                at = address + 16 * n * stride + 2 * row
+                st_shared_u32(at, movmatrix_trans(a0))
+                st_shared_u32(at + 16, movmatrix_trans(a1))
+                st_shared_u32(at + 8 * stride, movmatrix_trans(b0))
+                st_shared_u32(at + 8 * stride + 16, movmatrix_trans(b1))
 
 
 @step

@@ -41,8 +41,11 @@ class Tile(NamedTuple):
     tokens_first: int  # [token][channel] in memory, FlashAttention's layout; else [channel][token], NCHW
     saves_l: int
     keeps_query: int
+    realigned: int  # rows begin at odd places: see staging.py
+    stores_matrices: int
     copy: int  # bytes of one global access: every address is a multiple of it
     threads: int
+    stagers: int  # threads that bring a block of keys together
     BM: int  # query rows of a block
     BN: int  # keys a warp takes at a time
     query_warps: int
@@ -58,10 +61,15 @@ class Tile(NamedTuple):
     merge_stride: int
     maxima_offset: int
     sums_offset: int
+    raw_offset: int
+    raw_stride: int
+    raw_bytes: int
     tile_bytes: int  # wgmma: 64 keys and their values
     query_offset: int
     tail: int
-    split_offset: int  # TF32 wgmma: high and low parts of a block
+    split_offset: int  # TF32 wgmma: where the blocks in high and low parts begin
+    split_bytes: int
+    group_bytes: int
     revision: int  # of the sources: Numba caches by what a kernel closes over
 
 
@@ -77,6 +85,7 @@ class TileConfig:
     tokens_first: bool = False
     saves_l: bool = False
     copy: int = 16
+    realigned: bool = False
     stages: int = 2
     blocks_per_sm: int = 1
     arch: int = 80
@@ -87,7 +96,7 @@ class TileConfig:
     item = 2
     query_warps = key_warps = 1
     BN = value_stride = values_offset = keys_offset = output_stride = merge_stride = maxima_offset = sums_offset = 0
-    tile_bytes = query_offset = tail = split_offset = query_stride = key_stride = 0
+    tile_bytes = query_offset = tail = split_offset = split_bytes = group_bytes = query_stride = key_stride = raw_offset = 0
     revision = REVISION
     granule = 16
     smallest_arch = 80
@@ -104,6 +113,26 @@ class TileConfig:
     @property
     def value_pad(self) -> int:
         return padded(self.value_dim, self.granule)
+
+    @property
+    def stagers(self) -> int:
+        return self.threads
+
+    @property
+    def stores_matrices(self) -> bool:
+        """Whether there is stmatrix."""
+        return self.arch >= 90
+
+    block_keys = 0
+
+    @property
+    def raw_stride(self) -> int:
+        """Keys of a row and 16 bytes more: they may begin anywhere within the first 16."""
+        return 2 * self.block_keys + 16 if self.realigned else 0
+
+    @property
+    def raw_bytes(self) -> int:
+        return (self.key_dim + self.value_dim) * self.raw_stride
 
     @property
     def name(self) -> str:
@@ -123,6 +152,8 @@ class TileConfig:
             (1 <= self.key_dim <= 128, f"key_dim must be 1 to 128, got {self.key_dim}"),
             (1 <= self.value_dim <= 128, f"value_dim must be 1 to 128, got {self.value_dim}"),
             (self.copy in (2, 4, 8, 16) and self.copy >= self.item, f"copy must be 16, 8, 4 or an element, got {self.copy}"),
+            (not self.realigned or (self.item == 2 and not self.tokens_first and self.copy < 16),
+             "only 16-bit channel rows that begin at odd places are realigned"),  # fmt: skip
             (1 <= self.blocks_per_sm <= 16, f"blocks_per_sm must be 1 to 16, got {self.blocks_per_sm}"),
             *self.rules(),
         ]
@@ -157,6 +188,14 @@ class MmaTileConfig(TileConfig):
     @property
     def threads(self) -> int:
         return 32 * self.query_warps * self.key_warps
+
+    @property
+    def block_keys(self) -> int:
+        return self.step_keys
+
+    @property
+    def raw_offset(self) -> int:
+        return self.keys_offset + self.stages * self.stage_bytes
 
     def _stride(self, tokens: int, channels: int) -> int:
         return 2 * ((channels if self.tokens_first else tokens) + 8)
@@ -206,7 +245,7 @@ class MmaTileConfig(TileConfig):
 
     @cached_property
     def shared_bytes(self) -> int:
-        staging = self.keys_offset + self.stages * self.stage_bytes
+        staging = self.raw_offset + 2 * self.raw_bytes
         output = self._bytes(self.BM, self.value_pad)
         merge = self.sums_offset + 4 * self.key_warps * self.BM
         return max(staging, output if self.key_warps == 1 else merge)
@@ -222,6 +261,8 @@ class MmaTileConfig(TileConfig):
         return [
             (self.BN % 16 == 0 and self.BN > 0, "BN must be a multiple of 16: values are consumed 16 keys at a time"),
             (2 <= self.stages <= 4, "stages must be 2, 3 or 4: one is read while the others fill"),
+            (self.threads >= self.step_keys // 8, f"{self.threads} threads are fewer than a row has chunks"),
+            (not self.realigned or self.stages == 2, "realigned blocks need exactly 2 stages"),
             (0 < self.threads <= 1024, f"{self.threads} threads are not within the 1024 of a block"),
             (registers <= 190, f"{registers} fragment registers would spill (limit 190)"),
             (self.key_warps == 1 or not self.tokens_first, "keys can be split over warps only with channels first"),
@@ -336,9 +377,9 @@ class Tf32TileConfig(TileConfig):
 class WarpgroupTileConfig(TileConfig):
     """Tiles of the wgmma forward: `warpgroups` x 64 queries, each by BN keys a step, `key_groups` of them at once.
 
-    One key group ends with a narrower product of `tail` keys, N % BN up to a multiple of 16; several mask the last turn.
-    Shared memory, from a multiple of 1024: `stages` times a swizzled tile [key_pad + value_pad][64 keys] for every 64 keys
-    of a turn. The queries borrow the last stage, which is filled first in iteration 1, when they are in registers.
+    One key group ends with a narrower product of `tail` keys, N % BN up to a multiple of 16; several take turns with blocks
+    of keys, and mask the last. Shared memory, from a multiple of 1024: for each group `stages` times BN/64 swizzled tiles
+    [key_pad + value_pad][64 keys]. The queries borrow the last stage of group 0, which is filled first in iteration 1.
     """
 
     warpgroups: int = 1
@@ -356,6 +397,23 @@ class WarpgroupTileConfig(TileConfig):
     @property
     def threads(self) -> int:
         return 128 * self.warpgroups * self.key_groups
+
+    @property
+    def stagers(self) -> int:
+        return 128 * self.warpgroups
+
+    @property
+    def block_keys(self) -> int:
+        return self.BN
+
+    @property
+    def raw_offset(self) -> int:
+        return self.stages * self.stage_bytes
+
+    @property
+    def group_bytes(self) -> int:
+        """All that a key group has: its stages, and two raw blocks if realigned."""
+        return padded(self.raw_offset + 2 * self.raw_bytes, 1024)
 
     @property
     def query_warps(self) -> int:
@@ -381,7 +439,7 @@ class WarpgroupTileConfig(TileConfig):
 
     @property
     def stage_bytes(self) -> int:
-        return self.BN // 64 * self.key_groups * self.tile_bytes
+        return self.BN // 64 * self.tile_bytes
 
     @property
     def query_offset(self) -> int:
@@ -416,16 +474,116 @@ class WarpgroupTileConfig(TileConfig):
     def shared_bytes(self) -> int:
         output = self.value_pad * self.query_stride
         merge = self.sums_offset + 4 * self.key_groups * self.BM
-        return 1024 + max(self.stages * self.stage_bytes, output if self.key_groups == 1 else merge)
+        return 1024 + max(self.key_groups * self.group_bytes, output if self.key_groups == 1 else merge)
 
     def rules(self):
         return [
             (not self.tokens_first, "the wgmma kernel reads channels first"),
             (self.BN in (64, 128, 192), "BN must be 64, 128 or 192: swizzled tiles hold 64 keys"),
             (3 <= self.stages <= 5, "stages must be 3, 4 or 5: the values of the block before are still being read"),
+            (not self.realigned or self.stages == 3, "realigned blocks need exactly 3 stages"),
             (self.tail % 16 == 0 and 0 <= self.tail <= self.BN, f"tail must be a multiple of 16 up to BN = {self.BN}"),
-            (self.key_groups == 1 or self.tail == 0, "several key groups mask the last turn, they have no tail"),
+            (self.key_groups == 1 or self.tail == 0, "several key groups mask the last block, they have no tail"),
             (self.key_pad * self.query_stride <= self.tile_bytes - 1024, "the queries do not fit into the tile they borrow"),
             (self.warpgroups in (1, 2, 3, 4), "warpgroups must be 1 to 4"),
             (self.threads <= 1024, f"{self.threads} threads are not within the 1024 of a block"),
+        ]
+
+
+@dataclass(frozen=True)
+class Tf32WarpgroupTileConfig(TileConfig):
+    """Tiles of the float32 forward on wgmma: 64 queries a block, 32 keys a step, `key_groups` warpgroups that take turns.
+
+    Shared memory of a key group, from a multiple of 1024: two blocks in high and low parts, K as [key][channel] and V as
+    [channel][key], then two blocks as they come, [channel][key]; rows of 128 bytes, swizzled. The queries borrow the second
+    split block of group 0.
+    """
+
+    key_groups: int = 1
+    exact: bool = True
+    copy: int = 16
+    stages: int = 2
+    item = 4
+    smallest_arch = 90
+    granule = 8
+    BM, BN = 64, 32
+    query_warps = 4
+    key_stride = value_stride = 128
+
+    @property
+    def key_pad(self) -> int:
+        return 32
+
+    @property
+    def key_warps(self) -> int:
+        return self.key_groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.key_groups
+
+    @property
+    def stagers(self) -> int:
+        return 128
+
+    query_stride = 4 * (64 + 8)
+
+    @property
+    def values_offset(self) -> int:
+        return 128 * self.key_pad
+
+    @property
+    def tile_bytes(self) -> int:
+        return 128 * (self.key_pad + self.value_pad)
+
+    @property
+    def split_bytes(self) -> int:
+        return 2 * self.tile_bytes
+
+    @property
+    def query_offset(self) -> int:
+        return self.split_bytes
+
+    @property
+    def split_offset(self) -> int:
+        return 0
+
+    @property
+    def keys_offset(self) -> int:
+        return 2 * self.split_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of one key group, all its blocks."""
+        return 2 * self.split_bytes + 2 * self.tile_bytes
+
+    @property
+    def merge_stride(self) -> int:
+        return 4 * (self.BM + 4)
+
+    @property
+    def maxima_offset(self) -> int:
+        return self.key_groups * self.value_pad * self.merge_stride
+
+    @property
+    def sums_offset(self) -> int:
+        return self.maxima_offset + 4 * self.key_groups * self.BM
+
+    @property
+    def fragment_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """One lane's q, p, s, acc and rows; of q and p there is a high and a low part, and acc has a part of one block."""
+        return (4, 4), (4, 4), (1, 4, 4), (1, self.value_pad // 8, 4), (1, 2)
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        merge = self.sums_offset + 4 * self.key_groups * self.BM
+        return 1024 + max(self.key_groups * self.stage_bytes, merge if self.key_groups > 1 else 0)
+
+    def rules(self):
+        return [
+            (not self.tokens_first, "the wgmma kernel reads channels first"),
+            (self.key_dim <= 32, f"key_dim must be at most 32, one row of 128 bytes, got {self.key_dim}"),
+            (self.stages == 2, "there are two stages, one split and one arriving"),
+            (32 * self.query_stride <= self.split_bytes, "the queries do not fit into the block they borrow"),
+            (1 <= self.key_groups <= 3, "key_groups must be 1 to 3"),
         ]

@@ -40,17 +40,21 @@ def _emit(builder, asm, outputs, inputs, tied):
         builder.store(builder.extract_value(result, i), pointer)
 
 
+_PREDICATES = "{ .reg .pred no, yes; .reg .b64 d; setp.ne.b32 no, 0, 0; setp.eq.b32 yes, 0, 0;"
+
+
+def _names(first, count):
+    return "{" + ",".join(f"${first + i}" for i in range(count)) + "}"
+
+
 def _product(n, first_a, steps, descriptor, offsets, kind, transposed, clear):
     """asm text: d[64 x n] (+)= sum over steps of a[64 x 16] b[16 x n], one committed group."""
 
-    def names(first, count):
-        return "{" + ",".join(f"${first + i}" for i in range(count)) + "}"
-
-    lines = ["{ .reg .pred no, yes; .reg .b64 d; setp.ne.b32 no, 0, 0; setp.eq.b32 yes, 0, 0;", "wgmma.fence.sync.aligned;"]
+    lines = [_PREDICATES, "wgmma.fence.sync.aligned;"]
     for i in range(steps):
         lines.append(
             f"add.s64 d, ${descriptor}, {offsets[i] // 16}; wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} "
-            f"{names(0, n // 2)}, {names(first_a + 4 * i, 4)}, d, {'no' if clear and i == 0 else 'yes'}, 1, 1, "
+            f"{_names(0, n // 2)}, {_names(first_a + 4 * i, 4)}, d, {'no' if clear and i == 0 else 'yes'}, 1, 1, "
             f"{transposed};"
         )
     return " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
@@ -88,6 +92,39 @@ def wgmma_values(context, acc, p, values, value_dim, block, tile_bytes, bf16):
         return context.get_dummy_value()
 
     return types.void(acc, p, types.uint64, value_dim, block, tile_bytes, bf16), generate
+
+
+@intrinsic
+def wgmma_tf32(context, d, high, low, b_high, b_low, width, terms, exact):
+    """Start d[64 x width] = a b over `terms` terms, a multiple of 8 up to 32: a = high + low in registers, b likewise.
+
+    b_high, b_low: descriptors of [width][terms] rows of 128 bytes, swizzled. exact: all three products that matter; else
+    only high b_high.
+    """
+    n, steps, three = _constant(width), _constant(terms) // 8, _constant(exact)
+    first_high, first_low = n // 2, n // 2 + 4 * steps
+    descriptor = first_low + 4 * steps
+    products = [(first_low, 0), (first_high, 1), (first_high, 0)] if three else [(first_high, 0)]
+    lines = [_PREDICATES, "wgmma.fence.sync.aligned;"]
+    clear = "no"
+    for first, operand in products:
+        for i in range(steps):
+            lines.append(
+                f"add.s64 d, ${descriptor + operand}, {2 * i}; wgmma.mma_async.sync.aligned.m64n{n}k8.f32.tf32.tf32 "
+                f"{_names(0, n // 2)}, {_names(first + 4 * i, 4)}, d, {clear}, 1, 1;"
+            )
+            clear = "yes"
+    asm = " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
+
+    def generate(context, builder, signature, v):
+        outputs, _ = _load(context, builder, signature.args[0], v[0], n // 2, _F)
+        _, a_high = _load(context, builder, signature.args[1], v[1], 4 * steps, _I32)
+        # Without exact nobody writes low; the operand is named all the same, so that operands have fixed numbers.
+        a_low = _load(context, builder, signature.args[2], v[2], 4 * steps, _I32)[1] if three else a_high
+        _emit(builder, asm, outputs, [*a_high, *a_low, v[3], v[4]], tied=0)
+        return context.get_dummy_value()
+
+    return types.void(d, high, low, types.uint64, types.uint64, width, terms, exact), generate
 
 
 def _wait(pending, arrays, counts):

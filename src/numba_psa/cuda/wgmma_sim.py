@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from numba_psa.cuda.ptx_sim import collective, shared_bytes, unpack_bf16, unpack_f16
+from numba_psa.cuda.ptx_sim import collective, shared_bytes, unpack_bf16, unpack_f16, unpack_tf32
 
 _THREADS = np.arange(128)
 _ROW, _PAIR = _THREADS // 32 * 16 + _THREADS % 32 // 4, 2 * (_THREADS % 4)
@@ -54,6 +54,41 @@ def wgmma_values(acc, p, values, value_dim, block, tile_bytes, bf16):
     steps, unpack = block // 16, unpack_bf16 if bf16 else unpack_f16
     offsets = [i // 4 * tile_bytes + i % 4 * 32 for i in range(steps)]
     collective(lambda given: _multiply(given, steps, value_dim, offsets, False, False, unpack), acc, p, values, size=128)
+
+
+def _tf32_operand(descriptor, step, n):
+    """b[k][n] for eight terms: rows of 128 bytes, eight of them 1024 bytes apart, swizzled."""
+    start = (int(descriptor) & 0x3FFF) << 4
+    row, k = np.arange(n)[None, :], np.arange(8)[:, None]
+    address = start + 32 * step + row // 8 * 1024 + row % 8 * 128 + 4 * k
+    address ^= (address >> 7 & 7) << 4
+    return unpack_tf32(shared_bytes().view(np.uint32)[address // 4])
+
+
+def _multiply_tf32(given, n, steps, exact):
+    d = np.zeros((64, n), np.float32)
+    column = _THREADS % 4
+    products = [(2, 4), (1, 5), (1, 4)] if exact else [(1, 4)]
+    # given: d, high, low, b_high, b_low of every thread
+    for part, operand in products:
+        words = np.stack([np.asarray(arrays[part], np.uint32).reshape(-1, 4)[:steps] for arrays in given])
+        for step in range(steps):
+            a = np.zeros((64, 8), np.float32)
+            for i in range(4):
+                a[_ROW + i % 2 * 8, column + i // 2 * 4] = unpack_tf32(np.ascontiguousarray(words[:, step, i]))
+            with np.errstate(all="ignore"):
+                d += a @ _tf32_operand(given[0][operand - 1], step, n)
+    places = [(_ROW + 8 * (i // 2), _PAIR + i % 2) for i in range(4)]
+    for thread, arrays in enumerate(given):
+        out = arrays[0].reshape(n // 8, 4)
+        for i, (row, first) in enumerate(places):
+            out[:, i] = d[row[thread], first[thread] :: 8][: n // 8]
+    return [None] * 128
+
+
+def wgmma_tf32(d, high, low, b_high, b_low, width, terms, exact):
+    arguments = d, high, low, b_high, b_low
+    collective(lambda given: _multiply_tf32(given, width, terms // 8, exact), *arguments, size=128)
 
 
 def wgmma_wait(pending, d, width):

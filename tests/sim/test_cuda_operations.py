@@ -1,0 +1,96 @@
+"""The functions of numba_psa.cuda from end to end in the simulator: arrays in, a kernel of the choice table, arrays out."""
+
+import kernel_checks
+import ml_dtypes
+import numpy as np
+import pytest
+from bad_input import BAD_CALLS
+
+from numba_psa import OPERATIONS, BackendUnavailableError, DTypeError, ParameterError, PSAShape, ShapeError, cuda, oracle
+from numba_psa._numba_cuda import to_device, to_host
+from numba_psa.shapes import AttentionShape
+
+LAYOUT = ("psa_pack_qkv", "psa_extract_v_nchw", "psa_merge_attn_nchw")
+FORWARD = (*LAYOUT, "psa_attention", "flash_attention2_forward")
+HALF, BRAIN, SINGLE = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+
+
+@pytest.mark.parametrize("name", LAYOUT)
+@pytest.mark.parametrize(("shape", "dtype"), [(PSAShape(2, 2, 5, 3, 7), HALF), (PSAShape(1, 2, 4, 2, 4), SINGLE)], ids=str)
+def test_layout_is_exact(name, shape, dtype):
+    kernel_checks.agrees_on(cuda, name, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE], ids=str)
+def test_attention(dtype):
+    kernel_checks.agrees_on(cuda, "psa_attention", PSAShape(1, 2, 3, 3, 5), dtype)
+
+
+def test_flash_forward():
+    kernel_checks.agrees_on_flash(cuda, "flash_attention2_forward", AttentionShape(1, 5, 18, 4, 6), HALF)
+
+
+def test_targets_plans_and_what_backward_needs():
+    shape = PSAShape(1, 1, 4, 2, 3)
+    qkv = np.random.default_rng(0).standard_normal(shape.qkv).astype(HALF)
+    want = cuda.psa_attention(qkv, 1)
+    out = np.full(shape.out, np.nan, HALF)
+    assert cuda.psa_attention(qkv, 1, out=out) is out
+    np.testing.assert_array_equal(out, want)
+    on_device, target = to_device(qkv), to_device(np.full(shape.out, np.nan, HALF))
+    cuda.plan_psa_attention(shape, HALF)(on_device, target)
+    np.testing.assert_array_equal(to_host(target), want)
+    result, (saved, l) = cuda.psa_attention(qkv, 1, save_for_backward=True)
+    np.testing.assert_array_equal(result, want)
+    assert saved is result
+    np.testing.assert_allclose(l, oracle.psa_attention(qkv, 1, save_for_backward=True)[1][1], rtol=1e-6, atol=1e-6)
+
+
+def test_strided_arrays_and_targets():
+    room = np.random.default_rng(1).standard_normal((1, 16, 3, 8)).astype(HALF)
+    out = np.full((1, 8, 3, 8), 7, HALF)
+    cuda.psa_attention(room[..., ::2], 1, out=out[..., ::2])
+    np.testing.assert_array_equal(out[..., ::2], cuda.psa_attention(np.ascontiguousarray(room[..., ::2]), 1))
+    assert (out[..., 1::2] == 7).all()
+
+
+@pytest.mark.parametrize("case", [case for case in BAD_CALLS if BAD_CALLS[case][0] in FORWARD])
+def test_bad_input_is_refused(case):
+    name, arguments, keywords, error, message = BAD_CALLS[case]
+    with pytest.raises(error, match=message):
+        getattr(cuda, name)(*arguments, **keywords)
+
+
+QKV = np.zeros((1, 8, 2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "error", "message"),
+    [
+        ((QKV.astype(np.float64), 1), {}, DTypeError, "not float64"),
+        ((np.zeros((1, 4 * 65, 1, 1), np.float32), 1), {}, ShapeError, "up to 64, got 65"),
+        ((QKV, 1), {"precision": "fast"}, ParameterError, "'fast'"),
+        ((QKV.astype(np.float16), 1), {"precision": "tf32"}, ParameterError, "float16"),
+        ((QKV, 1), {"out": np.zeros((1, 4, 2, 2), np.float32)}, ShapeError, "out has W = 2"),
+        ((QKV, 1), {"out": np.zeros((1, 4, 2, 3), np.float16)}, DTypeError, "out has dtype float16"),
+        ((QKV, 1), {"out": QKV[:, :4]}, ParameterError, "overlaps qkv"),
+        ((QKV, 1), {"stream": "default"}, DTypeError, "stream"),
+        ((object(), 1), {}, DTypeError, "got object"),
+    ],
+)
+def test_what_only_cuda_refuses(arguments, keywords, error, message):
+    with pytest.raises(error, match=message):
+        cuda.psa_attention(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in FORWARD])
+def test_what_is_not_there_says_so(name):
+    with pytest.raises(BackendUnavailableError, match="impl='mirror', impl='cpu' and impl='oracle' have it"):
+        getattr(cuda, name)()
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 2, 3), (2, 16, 0, 3)])
+def test_empty(shape):
+    qkv = np.zeros(shape, np.float32)
+    assert cuda.psa_attention(qkv, 2).shape == (shape[0], 8, *shape[2:])
+    assert cuda.psa_pack_qkv(qkv, 2).size == 0
