@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from numba_psa.errors import WeightsError
 from numba_psa.nn.layers import C2PSA, PSA, Attention, C3k2, Layer, PSABlock
+from numba_psa.nn.weights import natural
 
 _QKV = "qkv.conv.weight"
-_SIGNATURES: tuple[tuple[type[Layer], tuple[str, ...]], ...] = (
-    (C3k2, ("cv1.conv.weight", f"m.0.1.attn.{_QKV}")),
-    (C2PSA, ("cv1.conv.weight", f"m.0.attn.{_QKV}")),
-    (PSA, ("cv1.conv.weight", f"attn.{_QKV}")),
-    (PSABlock, ("ffn.0.conv.weight", f"attn.{_QKV}")),
-    (Attention, (_QKV,)),
+_SIGNATURES: tuple[tuple[type[Layer], str, str], ...] = (
+    (C3k2, "cv1.conv.weight", r"m\.\d+\.1\.attn\."),
+    (C2PSA, "cv1.conv.weight", r"m\.\d+\.attn\."),
+    (PSA, "cv1.conv.weight", r"attn\."),
+    (PSABlock, "ffn.0.conv.weight", r"attn\."),
+    (Attention, _QKV, r""),
 )
-"""The arrays by which a layer is known, below its prefix; the first that fits."""
+"""By what a layer is known, below its prefix: an array, and what precedes `qkv.conv.weight`. The first that fits."""
 
 
 def layer_class(names: Iterable[str], prefix: str) -> type[Layer]:
@@ -29,18 +31,27 @@ def layer_class(names: Iterable[str], prefix: str) -> type[Layer]:
 
 
 def attention_layers(names: Iterable[str]) -> dict[str, type[Layer]]:
-    """{prefix: class} of every attention layer that is not part of another one, in the order of the names."""
-    names = list(names)
+    """{prefix: class} of every attention layer that is not part of another one, in the order of the network."""
     known, layers = set(names), {}
-    for name in names:
+    for name in sorted(known, key=natural):
         if name == _QKV or name.endswith(f".{_QKV}"):
             parts = name.split(".")
             prefixes = (".".join(parts[:count]) for count in range(len(parts) - 2))
-            prefix, layer = next((at, found) for at in prefixes if (found := _class_at(known, at)))
+            prefix, layer = next((at, found) for at in prefixes if (found := _class_of(known, at, name)))
             layers[prefix] = layer
     return layers
 
 
 def _class_at(names: set[str], prefix: str) -> type[Layer] | None:
     start = f"{prefix}." if prefix else ""
-    return next((layer for layer, marks in _SIGNATURES if all(start + mark in names for mark in marks)), None)
+    inside = sorted(name for name in names if name.startswith(start) and name.endswith(_QKV))
+    return next((found for name in inside if (found := _class_of(names, prefix, name))), None)
+
+
+def _class_of(names: set[str], prefix: str, qkv: str) -> type[Layer] | None:
+    """The class of the layer at `prefix` that the attention with the weight `qkv` belongs to."""
+    start = f"{prefix}." if prefix else ""
+    for layer, mark, attention in _SIGNATURES:
+        if start + mark in names and re.fullmatch(attention + re.escape(_QKV), qkv[len(start) :]):
+            return layer
+    return None

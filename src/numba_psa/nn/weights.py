@@ -43,7 +43,7 @@ def select(state: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray
     start = f"{prefix.strip('.')}." if prefix.strip(".") else ""
     found = {name[len(start) :]: np.asarray(array) for name, array in state.items() if name.startswith(start)}
     if not found:
-        roots = sorted({match[0] for name in state if (match := re.match(r"model\.\d+", name))}, key=_natural)
+        roots = sorted({match[0] for name in state if (match := re.match(r"model\.\d+", name))}, key=natural)
         there = f"; there are {', '.join(roots)}" if roots else f"; there are {', '.join(list(state)[:8]) or 'no arrays'}"
         raise WeightsError(f"no array has a name below {start[:-1]!r}{there}")
     return found
@@ -66,7 +66,7 @@ def build(state: Mapping[str, np.ndarray], wanted: Sequence[Wanted], layer: str)
     used: set[str] = set()
     convs = {conv.name: _conv(state, conv, sizes, problems, used) for conv in wanted}
     ignored = {name for name in state if name.endswith(".bn.num_batches_tracked")}
-    problems += [f"{name}: unexpected" for name in sorted(set(state) - used - ignored, key=_natural)]
+    problems += [f"{name}: unexpected" for name in sorted(set(state) - used - ignored, key=natural)]
     if problems:
         raise WeightsError(f"these are no weights of a {layer}:\n  " + "\n  ".join(problems))
     return convs
@@ -75,21 +75,24 @@ def build(state: Mapping[str, np.ndarray], wanted: Sequence[Wanted], layer: str)
 def _sizes(state: Mapping[str, np.ndarray], wanted: Sequence[Wanted]) -> dict[str, int]:
     votes: dict[str, Counter] = defaultdict(Counter)
     for conv in wanted:
-        shape = np.shape(state.get(f"{conv.name}.conv.weight", ()))
-        if len(shape) == 4:
-            for (factor, symbol), size in zip(conv.weight_axes[:2], shape[:2], strict=True):
-                if symbol and size and size % factor == 0:
-                    votes[symbol][size // factor] += 1
+        parts = ["conv.bias", *(f"bn.{part}" for part in BATCH_NORM)]
+        candidates = [("conv.weight", conv.weight_axes), *((part, [conv.c_out]) for part in parts)]
+        for part, axes in candidates:
+            shape = np.shape(state.get(f"{conv.name}.{part}", ()))
+            if len(shape) == len(axes):
+                for (factor, symbol), size in zip(axes, shape, strict=True):
+                    if symbol and size and size % factor == 0:
+                        votes[symbol][size // factor] += 1
     return {"": 1, **{symbol: count.most_common(1)[0][0] for symbol, count in votes.items()}}
 
 
 def _conv(state, conv: Wanted, sizes: Mapping[str, int], problems: list[str], used: set[str]) -> Conv | None:
-    def take(name: str, axes: Sequence[Width]) -> np.ndarray | None:
+    def take(name: str, axes: Sequence[Width], alternative: str = "") -> np.ndarray | None:
         used.add(name)
         expected = tuple(factor * sizes[symbol] if symbol in sizes else None for factor, symbol in axes)
         array, shown = state.get(name), f"[{', '.join('any' if size is None else str(size) for size in expected)}]"
         if array is None:
-            problems.append(f"{name} {shown}: missing")
+            problems.append(f"{name}{alternative} {shown}: missing")
         elif array.dtype not in FLOATS:
             problems.append(f"{name}: has dtype {array.dtype}, must be float16, bfloat16, float32 or float64")
         elif len(array.shape) != len(expected) or any(
@@ -110,7 +113,7 @@ def _conv(state, conv: Wanted, sizes: Mapping[str, int], problems: list[str], us
     if normed:
         parts = {part: take(f"{conv.name}.bn.{part}", [conv.c_out]) for part in BATCH_NORM}
     else:
-        bias = take(f"{conv.name}.conv.bias", [conv.c_out])
+        bias = take(f"{conv.name}.conv.bias", [conv.c_out], f" (or {conv.name}.bn.*)")
     if len(problems) > before:
         return None
     if normed:
@@ -118,6 +121,6 @@ def _conv(state, conv: Wanted, sizes: Mapping[str, int], problems: list[str], us
     return Conv(weight, bias, conv.silu, len(weight) if conv.depthwise else 1)
 
 
-def _natural(name: str) -> list:
+def natural(name: str) -> list:
     """Sorts model.9 before model.10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,57 @@
+"""Layers with random weights, and when a layer's result is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from numba_psa.nn.exact import Exact
+from numba_psa.nn.layers import Layer
+from numba_psa.numerics import HALVES, accumulator_dtype, machine_epsilon, relative_error
+
+EPSILONS = 64
+"""Relative error of a whole layer, in epsilons of the type it is computed in; plain NumPy stays below 10."""
+
+
+def random_state(
+    layer: type[Layer], sizes: Mapping[str, int], units: int = 1, *, folded: bool = False, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Weights in float32 under Ultralytics' names, such that activations neither grow nor vanish.
+
+    `sizes` are those that the layer's weights decide: c and qkv, with c_in for C2PSA, and c_out and e for C3k2 as well.
+    """
+    rng, state = np.random.default_rng(seed), {}
+
+    def normal(name: str, *shape: int, mean: float = 0.0, spread: float = 0.2) -> None:
+        state[name] = (mean + spread * rng.standard_normal(shape)).astype(np.float32)
+
+    for conv in layer._wanted([f"m.{units - 1}."]):
+        shape = [factor * {"": 1, **sizes}[symbol] for factor, symbol in conv.weight_axes]
+        normal(f"{conv.name}.conv.weight", *shape, spread=1 / np.prod(shape[1:]) ** 0.5)
+        if folded:
+            normal(f"{conv.name}.conv.bias", shape[0])
+        else:
+            for part, mean in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0)):
+                normal(f"{conv.name}.bn.{part}", shape[0], mean=mean)
+            variances = np.exp(rng.uniform(-0.5, 0.5, shape[0]))
+            variances[::5] = 0.02  # not large beside eps: there, another eps shows
+            state[f"{conv.name}.bn.running_var"] = variances.astype(np.float32)
+            state[f"{conv.name}.bn.num_batches_tracked"] = np.array(1, np.int64)
+    return state
+
+
+def exact(layer: Layer, x: np.ndarray, run: Exact | None = None) -> np.ndarray:
+    """The layer's result in float64, not rounded; `run` may be another runner."""
+    with np.errstate(all="ignore"):
+        return layer.forward(run or Exact(), x.astype(np.float64))
+
+
+def limit(dtype: np.dtype) -> float:
+    """The relative error that a layer may have."""
+    return EPSILONS * machine_epsilon(accumulator_dtype(dtype)) + (machine_epsilon(dtype) if dtype in HALVES else 0.0)
+
+
+def agrees(y: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether y, in its dtype, is the layer's result `expected`."""
+    return y.shape == expected.shape and relative_error(y, expected) <= limit(y.dtype)
