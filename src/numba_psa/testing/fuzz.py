@@ -39,6 +39,8 @@ FINDINGS = (
 """Names of what can be found."""
 EVIDENCE_EXAMPLES = 100
 """Cases tried after a finding, to tell apart causes that look alike on the smallest one."""
+EVIDENCE_TOKENS = 160
+"""The most tokens in those: a tail of every tile up to 128 shows, and trying every cause stays quick."""
 EVIDENCE = 8
 """Further failures that a diagnosis takes into account."""
 
@@ -178,6 +180,7 @@ def fuzz(
         note = "It does not fail on this case every time."
         result.finding = replace(finding, text=f"{note}\n{finding.text}") if kind != "nondeterministic" else finding
     if result.finding is not None and result.finding.kind == "wrong-values" and evidence:
+        strategy = cases(op, dtype=dtype, max_tokens=min(max_tokens, EVIDENCE_TOKENS), contiguous=contiguous, empty=False)
         others = _evidence(strategy, result.finding, target, op, seed_)
         result.finding = replace(result.finding, report=replace(result.finding.report, others=others))
     result.unexpectedly_passing = [e.line for e in expectations if e.line in covered - result.failed_as_expected]
