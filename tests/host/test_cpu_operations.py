@@ -101,10 +101,21 @@ def test_chunk_borders(n_ctx_k):
     judge_borders(n_ctx_k)
 
 
-@pytest.mark.parametrize("side", [(32, 32), (32, 16), (20, 20)])
-@pytest.mark.parametrize("name", ["psa_attention", "psa_attention_backward"])
-def test_real_sizes_and_rows_a_power_of_two_apart(name, side):
-    judge_case(make_case(name, PSAShape(1, 2, 32, *side), np.dtype(np.float32), values="normal", seed=2))
+def judge_real_size(height, width, namespace=cpu):
+    """Also rows that lie a power of two apart (N = 512, 1024); gradients on one thread, by heads, and on many, by tiles."""
+    shape = PSAShape(1, 2, 32, height, width)
+    for name in ("psa_attention", "psa_attention_backward"):
+        case = make_case(name, shape, np.dtype(np.float32), values="normal", seed=2)
+        for threads in (1, 64):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(compiling.numba, "get_num_threads", lambda threads=threads: threads)
+                judge_case(case, namespace)
+
+
+@pytest.mark.parametrize("side", [(32, 32), (32, 16), (19, 20)])
+def test_real_sizes(side):
+    cpu.threading_layer()
+    judge_real_size(*side)
 
 
 def test_float32_error_at_a_model_s_size():

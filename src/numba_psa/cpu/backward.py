@@ -1,7 +1,9 @@
-"""The fused attention backward, without an N×N matrix and without atomics: one pass over queries for dq, one over keys.
+"""The fused attention backward, without an N×N matrix and without atomics; weights are recomputed from l.
 
-Both recompute the weights from l. In the first, lanes are queries and the rows of a tile are keys; in the second it is the
-other way round. Each gradient is the sum of one item, in the order of the rows: no two threads ever add to one number.
+`backward_dq` has queries as lanes and keys as the rows of a tile, `backward_dkv` the other way round: LANES queries, or
+keys, are one item, so that even one head keeps many threads busy. Where there are heads enough, `backward_dkv` takes a
+whole head as an item and computes dq as well, in 7 matrix products instead of 10. Each number is the sum of one item, in
+the order of the rows: no two threads ever add to it, and either way gives the same bits.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ from numba_psa.cpu.vector import (
     multiply_each,
     pointer,
     splat,
+    square_rows,
     store,
     store_rows,
     subtract_each,
+    transpose_rows,
     where_greater,
 )
 from numba_psa.numerics import LOG2E
@@ -155,46 +159,76 @@ def backward_dq(problem, like, scale, begin, end):
     keep(scratch)
 
 
+@inlined
+def _add_transposed(dq_tiles, weights, queries, k, channel, token, key_dim, keys, square, spare):
+    """dq += dS k of LANES keys and a chunk of queries: dS has keys as lanes here, and is turned block by block."""
+    width = lanes(weights)
+    for query in range(0, queries, width):
+        store_rows(square, 0, width, transpose_rows(load_rows(weights, query * width, width, square_rows(weights))))
+        add_product(advance(dq_tiles, query * key_dim), key_dim, k, channel, token, square, keys, spare)
+
+
 @kernel
 def backward_dkv(problem, like, scale, begin, end):
-    """dk and dv of `numba_psa.oracle.flash_attention2_backward_dkv`; an item is LANES keys of one bh.
+    """dk and dv of `numba_psa.oracle.flash_attention2_backward_dkv`, and dq where it is wanted as well.
 
-    problem: operands q, k, v, do, dk, dv; the addresses of l and delta `[BH, n_ctx_q]`, and of int64 counts `[BH]`: only
-    the first counts[bh] queries exist; n_ctx_q, n_ctx_k, D, Dv.
+    Without dq an item is LANES keys of one bh. With dq it is a whole bh: then weights and dS are computed once for all
+    three, and dq comes out bit by bit as `backward_dq` computes it, for its sum has the same order.
+
+    problem: operands q, k, v, do, dk, dv, dq (or address 0); the addresses of l and delta `[BH, n_ctx_q]`, and of int64
+    counts `[BH]`: only the first counts[bh] queries exist (all of them, with dq); n_ctx_q, n_ctx_k, D, Dv.
     """
     q, k, v, do = operand(problem, 0), operand(problem, 1), operand(problem, 2), operand(problem, 3)
-    dk, dv = operand(problem, 4), operand(problem, 5)
-    l, delta, counts = problem[24], problem[25], pointer(problem[26], problem)
-    n_ctx_q, n_ctx_k, key_dim, value_dim = problem[27], problem[28], problem[29], problem[30]
-    width, chunk = lanes(like), min(ROWS_IN_CHUNK, n_ctx_q)
-    scratch = new_scratch(2 * (key_dim + value_dim) + chunk + spare_vectors(chunk, width))
+    dk, dv, dq = operand(problem, 4), operand(problem, 5), operand(problem, 6)
+    l, delta, counts = problem[28], problem[29], pointer(problem[30], problem)
+    n_ctx_q, n_ctx_k, key_dim, value_dim = problem[31], problem[32], problem[33], problem[34]
+    width, whole = lanes(like), dq[0] != 0
+    query_tiles, key_tiles = count_blocks(n_ctx_q, width), count_blocks(n_ctx_k, width)
+    chunk = min(ROWS_IN_CHUNK, query_tiles * width)
+    dq_size = query_tiles * key_dim if whole else 0
+    scratch = new_scratch(2 * (key_dim + value_dim) + chunk + width + dq_size + spare_vectors(max(chunk, width), width))
     k_tile = aligned_pointer(scratch, like)
     v_tile = advance(k_tile, key_dim * width)
     dk_tile = advance(v_tile, value_dim * width)
     dv_tile = advance(dk_tile, key_dim * width)
     weights = advance(dv_tile, value_dim * width)
-    spare = advance(weights, chunk * width)
-    blocks = count_blocks(n_ctx_k, width)
+    square = advance(weights, chunk * width)
+    dq_tiles = advance(square, width * width)
+    spare = advance(dq_tiles, dq_size * width)
     for item in range(begin, end):
-        bh = item // blocks
-        first = (item - bh * blocks) * width
-        count = min(width, n_ctx_k - first)
-        load_tile(k_tile, operand_pointer(k, bh, like), k[2], k[3], first, count, key_dim)
-        load_tile(v_tile, operand_pointer(v, bh, like), v[2], v[3], first, count, value_dim)
-        clear_tile(dk_tile, key_dim + value_dim)
-        for query in range(0, counts[bh], ROWS_IN_CHUNK):
-            queries = min(ROWS_IN_CHUNK, counts[bh] - query)
-            q_chunk = advance(operand_pointer(q, bh, like), query * q[3])
-            do_chunk = advance(operand_pointer(do, bh, like), query * do[3])
-            l_chunk = advance(pointer(l, like), bh * n_ctx_q + query)
-            delta_chunk = advance(pointer(delta, like), bh * n_ctx_q + query)
-            for_tiles(_weight_rows, queries, like, (q_chunk, q[2], q[3], k_tile, key_dim, scale, l_chunk, True, weights))
-            add_product(dv_tile, value_dim, do_chunk, do[2], do[3], weights, queries, spare)
-            for_tiles(
-                _score_gradient_rows, queries, like, (do_chunk, do[2], do[3], v_tile, value_dim, delta_chunk, True, weights)
-            )
-            add_product(dk_tile, key_dim, q_chunk, q[2], q[3], weights, queries, spare)
-        scale_tile(dk_tile, key_dim, splat(like, scale))
-        store_tile(operand_pointer(dk, bh, like), dk[2], dk[3], first, count, dk_tile, key_dim)
-        store_tile(operand_pointer(dv, bh, like), dv[2], dv[3], first, count, dv_tile, value_dim)
+        bh = item if whole else item // key_tiles
+        clear_tile(dq_tiles, dq_size)
+        begin_key = 0 if whole else (item - bh * key_tiles) * width
+        end_key = n_ctx_k if whole else min(begin_key + width, n_ctx_k)
+        for first in range(begin_key, end_key, width):
+            count = min(width, n_ctx_k - first)
+            load_tile(k_tile, operand_pointer(k, bh, like), k[2], k[3], first, count, key_dim)
+            load_tile(v_tile, operand_pointer(v, bh, like), v[2], v[3], first, count, value_dim)
+            clear_tile(dk_tile, key_dim + value_dim)
+            for query in range(0, counts[bh], ROWS_IN_CHUNK):
+                queries = min(ROWS_IN_CHUNK, counts[bh] - query)
+                q_chunk = advance(operand_pointer(q, bh, like), query * q[3])
+                do_chunk = advance(operand_pointer(do, bh, like), query * do[3])
+                l_chunk = advance(pointer(l, like), bh * n_ctx_q + query)
+                delta_chunk = advance(pointer(delta, like), bh * n_ctx_q + query)
+                weigh = (q_chunk, q[2], q[3], k_tile, key_dim, scale, l_chunk, True, weights)
+                for_tiles(_weight_rows, queries, like, weigh)
+                add_product(dv_tile, value_dim, do_chunk, do[2], do[3], weights, queries, spare)
+                differentiate = (do_chunk, do[2], do[3], v_tile, value_dim, delta_chunk, True, weights)
+                for_tiles(_score_gradient_rows, queries, like, differentiate)
+                add_product(dk_tile, key_dim, q_chunk, q[2], q[3], weights, queries, spare)
+                if whole:
+                    k_first, dq_chunk = (
+                        advance(operand_pointer(k, bh, like), first * k[3]),
+                        advance(dq_tiles, query * key_dim),
+                    )
+                    _add_transposed(dq_chunk, weights, queries, k_first, k[2], k[3], key_dim, count, square, spare)
+            scale_tile(dk_tile, key_dim, splat(like, scale))
+            store_tile(operand_pointer(dk, bh, like), dk[2], dk[3], first, count, dk_tile, key_dim)
+            store_tile(operand_pointer(dv, bh, like), dv[2], dv[3], first, count, dv_tile, value_dim)
+        if whole:
+            scale_tile(dq_tiles, dq_size, splat(like, scale))
+            for first in range(0, n_ctx_q, width):
+                dq_tile, count = advance(dq_tiles, first * key_dim), min(width, n_ctx_q - first)
+                store_tile(operand_pointer(dq, bh, like), dq[2], dq[3], first, count, dq_tile, key_dim)
     keep(scratch)
