@@ -27,7 +27,8 @@ def psa_attention(
     As `numba_psa.oracle.psa_attention`; half inputs are computed in float32. `out`, shape and dtype of the result, any
     strides, is written and returned; it may overlap qkv.
     """
-    (qkv,), dtype = as_floats(qkv=qkv)
+    qkv = np.asarray(qkv)
+    dtype = check_dtypes(qkv=qkv.dtype)
     shape = _shape(qkv.shape, check_count("num_heads", num_heads, 1))
     scale = check_scale(softmax_scale, shape.softmax_scale)
     if out is not None:
@@ -37,10 +38,11 @@ def psa_attention(
     result = out if direct else np.empty(shape.out, compute)
     l = np.empty(shape.l, compute) if save_for_backward else None
     inputs = np.ascontiguousarray(widened(qkv)[0])
-    head, section, first = 4 * shape.key_dim * shape.n, shape.key_dim * shape.n * compute.itemsize, address(inputs)
-    q, k, v = ((first + s * section, head, shape.n, 1) for s in (Q, K, V_LO))
-    o = (address(result), head // 2, shape.n, 1)
-    attend((q, k, v, o), l, shape.bh, (shape.n, shape.n, shape.key_dim, shape.head_dim), compute, scale)
+    n, key_dim, first = shape.n, shape.key_dim, address(inputs)
+    head, section = 4 * key_dim * n, key_dim * n * compute.itemsize
+    q, k, v = (first + Q * section, head, n, 1), (first + K * section, head, n, 1), (first + V_LO * section, head, n, 1)
+    o = (address(result), head // 2, n, 1)
+    attend((q, k, v, o), l, shape.bh, (n, n, key_dim, 2 * key_dim), compute, scale)
     result = rounded(result, dtype)
     if out is not None and not direct:
         out[...] = result

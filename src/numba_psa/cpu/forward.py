@@ -1,8 +1,7 @@
-"""The fused attention forward: lanes are queries, keys come in chunks, the N×N scores exist only LANES × KEYS at a time.
+"""The fused attention forward: lanes are queries, and scores exist for LANES queries and KEYS keys at a time.
 
-One work item is LANES queries of one bh. For each chunk of keys it computes scores in tiles of ROWS keys, turns them into
-weights by the online softmax while they are in registers, and adds weights · v to the accumulator. The running maximum is
-raised only when a score exceeds it by 2**SLACK, so rescaling is rare; any maximum gives the same quotient.
+One work item is LANES queries of one bh. For each chunk of keys it computes the scores in tiles of ROWS keys, raises the
+running maximum and rescales what it has (the online softmax), turns the scores into weights, and adds weights · v.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ from numba_psa.numerics import LOG2E
 
 KEYS = 480
 """Keys in a chunk: their weights (480 vectors of 64 bytes) stay in the L1 or L2 cache; a multiple of every ROWS."""
-SLACK = 8.0
-"""How far, in powers of two, weights may exceed 1."""
 LN2 = 1.0 / LOG2E
 _LOWEST = float(np.finfo(np.float32).min)
 """Running maximum before the first key: finite, so that no difference of maxima is NaN, and below every score."""
