@@ -113,6 +113,10 @@ class Case(Mapping[str, Any]):
             return f"B={s.batch} num_heads={s.num_heads} KEY_DIM={s.key_dim} H={s.height} W={s.width}"
         return f"BH={s.bh} n_ctx_q={s.n_ctx_q} n_ctx_k={s.n_ctx_k} D={s.head_dim} Dv={s.value_dim}"
 
+    def _repr_pretty_(self, printer, cycle: bool) -> None:
+        """For Hypothesis, which would print a million numbers otherwise."""
+        printer.text(repr(self))
+
     def __repr__(self) -> str:
         parts = [self.op, self.sizes, str(self.dtype)]
         if self.arguments.get("softmax_scale") is not None:

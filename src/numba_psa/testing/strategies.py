@@ -29,7 +29,9 @@ WIDTHS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 31, 32, 33, 36, 64, 72)
 TILES = (8, 16, 32, 64, 128)
 TOKENS = tuple(sorted({1, 2, 3, 4, 5, 6, 10, 11, 13, 20, 23, 37, 49, 97} | {t + e for t in TILES for e in (-1, 0, 1)}))
 """Rows, columns and token counts: 1, primes, and each tile with its neighbours."""
-SCALES = (None, None, None, 1.0, 0.25, 0.0, -0.5)
+SCALES = (1.0, 0.25, 0.0, -0.5)
+SEEDS = 8
+"""Of the numbers in a case. Few: a new case must then differ in its shape or kind of values, not in its seed alone."""
 MAX_TOKENS = 400
 """Default for the most tokens in a case: a 640 px image at stride 32 is 20×20."""
 MAX_ELEMENTS = 1 << 13
@@ -43,8 +45,8 @@ def dtypes(names: Sequence[str] | None = None) -> st.SearchStrategy[np.dtype]:
 
 
 def layouts() -> st.SearchStrategy[str]:
-    """Names of memory layouts (`testing.case.LAYOUTS`); C half of the time."""
-    return st.sampled_from(("C",) * (len(LAYOUTS) - 1) + LAYOUTS[1:])
+    """Names of memory layouts (`testing.case.LAYOUTS`)."""
+    return st.sampled_from(LAYOUTS)
 
 
 def psa_shapes(max_tokens: int = MAX_TOKENS, *, empty: bool = True, stock: bool = True) -> st.SearchStrategy[PSAShape]:
@@ -52,9 +54,9 @@ def psa_shapes(max_tokens: int = MAX_TOKENS, *, empty: bool = True, stock: bool 
 
     @st.composite
     def draw_shape(draw) -> PSAShape:
-        corner = draw(st.integers(0, 31))
+        corner = draw(_corner("stock", "stock", "empty"))
         models = [(m, side) for m in STOCK_MODELS for side in STOCK_SIDES.values() if side**2 <= max_tokens]
-        if stock and corner in (29, 30) and models:
+        if stock and corner == "stock" and models:
             model, side = draw(st.sampled_from(sorted(models, key=lambda x: (x[1], x[0].num_heads, x[0].key_dim))))
             return PSAShape(1, model.num_heads, model.key_dim, side, side)
         batch, heads = draw(_at_most(COUNTS, 4)), draw(st.sampled_from(COUNTS))
@@ -62,7 +64,7 @@ def psa_shapes(max_tokens: int = MAX_TOKENS, *, empty: bool = True, stock: bool 
         tokens = max(1, min(max_tokens, MAX_ELEMENTS // (batch * heads * key_dim)))
         height = draw(_at_most(TOKENS, min(tokens, 33)))
         width = draw(_at_most(TOKENS, tokens // height))
-        if empty and corner == 31:
+        if empty and corner == "empty":
             batch, height = draw(st.sampled_from(((0, height), (batch, 0))))
         return PSAShape(batch, heads, key_dim, height, width)
 
@@ -76,14 +78,14 @@ def attention_shapes(
 
     @st.composite
     def draw_shape(draw) -> AttentionShape:
-        corner = draw(st.integers(0, 31))
+        corner = draw(_corner("wide", "wide", "empty"))
         bh = draw(_at_most(COUNTS, 6))
         d = draw(st.sampled_from(WIDTHS))
         tokens = max(1, min(max_tokens, MAX_ELEMENTS // (bh * d)))
         n_q = draw(_at_most(TOKENS, tokens))
-        n_k = n_q if square or corner % 2 else draw(_at_most(TOKENS, tokens))
-        dv = draw(_at_most(WIDTHS, 72)) if corner in (27, 28, 29) else d
-        if empty and corner == 31:
+        n_k = n_q if square or draw(st.booleans()) else draw(_at_most(TOKENS, tokens))
+        dv = draw(_at_most(WIDTHS, 72)) if corner == "wide" else d
+        if empty and corner == "empty":
             bh, n_q, n_k = draw(
                 st.sampled_from(((0, n_q, n_k), (bh, 0, 0 if square else n_k), (bh, 0 if square else n_q, 0)))
             )
@@ -112,19 +114,19 @@ def cases(
     shape = draw(psa_shapes(max_tokens, empty=empty) if whole else attention_shapes(max_tokens, square=square, empty=empty))
     chosen = draw(dtypes()) if dtype is None else float_dtype(dtype)
     values = draw(st.sampled_from(value_kinds(op)))
-    scale = draw(st.sampled_from(SCALES)) if operation.scaled else None
+    scale = draw(st.sampled_from(SCALES)) if operation.scaled and draw(st.booleans()) else None
     if values in POSITIVE_SCALE_ONLY and scale is not None and scale <= 0:
         scale = None
     targets = bool(operation.adds) and draw(st.booleans())
     arranged = {}
-    if not contiguous and draw(st.integers(0, 3)) == 3:
+    if not contiguous and draw(st.booleans()):
         arranged = {name: draw(layouts()) for name in operation.arrays}
     return make_case(
         op,
         shape,
         chosen,
         values=values,
-        seed=draw(st.integers(0, 2**32 - 1)),
+        seed=draw(st.integers(0, SEEDS - 1)),
         softmax_scale=scale,
         targets=targets,
         layouts={name: layout for name, layout in arranged.items() if layout != "C"},
@@ -133,3 +135,13 @@ def cases(
 
 def _at_most(choices: Sequence[int], limit: int) -> st.SearchStrategy[int]:
     return st.sampled_from([x for x in choices if x <= limit])
+
+
+@st.composite
+def _corner(draw, *names: str) -> str:
+    """ "" mostly, one of `names` for one case in ten.
+
+    Hypothesis tells cases apart by what was drawn: a number of which most values mean the same would let it take repeats for
+    new cases. So the rare choice is drawn in two steps.
+    """
+    return draw(st.sampled_from(names)) if draw(st.integers(0, 9)) == 9 else ""
