@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from numba_psa import cpu
+from numba_psa import ShapeError, cpu
 from numba_psa.cli import app
 from numba_psa.contract import OPERATIONS
 from numba_psa.shapes import PSAShape
@@ -88,6 +88,20 @@ def test_a_kernel_that_raises_is_a_finding_not_a_crash():
     (row,) = module.verify("mine", Broken, ["psa_pack_qkv"], problem)
     assert not row.passed
     assert "illegal memory access" in row.reason
+
+
+def test_what_an_implementation_refuses_is_no_failure():
+    class Narrow:
+        @staticmethod
+        def psa_pack_qkv(qkv, num_heads):
+            raise ShapeError("KEY_DIM = 5 is more than 4")
+
+    problem = module.synthetic(np.dtype(np.float32), 0, [PSAShape(1, 1, 5, 1, 1)])
+    (row,) = module.verify("mine", Narrow, ["psa_pack_qkv"], problem)
+    assert row.refused
+    assert not row.passed
+    result = run("verify", "--impl", "cuda", "--op", "psa_attention", "--shape", "1,1,5,1,1")
+    assert result.exit_code in (0, 2)  # 2: no GPU, said in one line
 
 
 def test_doctor_reports():

@@ -65,10 +65,10 @@ def verify(
     _print(rows, notes)
     if json_file:
         json_file.write_text(json.dumps({"about": _about(no_gpu), "rows": [asdict(row) for row in rows]}, indent=1))
-    if not rows:
+    if all(row.refused for row in rows):
         typer.echo("numba-psa verify: nothing was run", err=True)
         raise typer.Exit(2)
-    raise typer.Exit(0 if all(row.passed for row in rows) else 1)
+    raise typer.Exit(0 if all(row.passed or row.refused for row in rows) else 1)
 
 
 def _one_of(option: str, name: str, allowed) -> str:
@@ -160,6 +160,7 @@ def _run(name: str, operations, given, seed: int, simulated: bool):
 
 def _print(rows, notes) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -172,14 +173,21 @@ def _print(rows, notes) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in rows:
-        verdict = "[green]ok[/]" if row.passed else f"[bold red]FAIL[/] {row.output} {row.reason}"
+        if row.refused:
+            verdict = "refused"
+            notes = [*notes, f"{row.implementation} refused {row.operation}: {row.reason}"]
+        else:
+            verdict = "[green]ok[/]" if row.passed else f"[bold red]FAIL[/] {row.output} {escape(row.reason)}"
         figures = (f"{row.error:.1e}", f"{row.budget:.1e}" if row.budget else "exact", f"{1e3 * row.seconds:.2f} ms")
+        if row.refused:
+            figures = ("–", "–", "–")
         table.add_row(row.operation, row.implementation, row.problem, row.shape, row.dtype, *figures, verdict)
     console.print(table)
-    for note in notes:
+    for note in dict.fromkeys(notes):
         console.print(f"note: {note}", highlight=False, markup=False)
-    failed = sum(not row.passed for row in rows)
-    console.print(f"{len(rows)} checked, {len(rows) - failed} ok, {failed} failed", highlight=False)
+    refused, passed = sum(row.refused for row in rows), sum(row.passed for row in rows)
+    counts = f"{len(rows) - refused} checked, {passed} ok, {len(rows) - refused - passed} failed"
+    console.print(counts + f", {refused} refused" * bool(refused), highlight=False)
 
 
 def _about(no_gpu: str | None) -> dict:

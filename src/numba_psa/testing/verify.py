@@ -12,6 +12,7 @@ import numpy as np
 
 from numba_psa.contract import OPERATIONS, Operation
 from numba_psa.data import REAL_QKV_SOURCE, real_qkv
+from numba_psa.errors import NumbaPSAError
 from numba_psa.shapes import AttentionShape, PSAShape
 from numba_psa.testing.arguments import flash_arguments, psa_arguments
 from numba_psa.testing.check import Plain, check
@@ -76,6 +77,8 @@ class Row:
     seconds: float
     passed: bool
     reason: str = ""
+    refused: bool = False
+    """The implementation said, by a typed error, that it does not take this problem: neither passed nor failed."""
 
 
 def problems(dtype: np.dtype, seed: int, shapes: Sequence[PSAShape]) -> list[Problem]:
@@ -116,6 +119,8 @@ def _row(name, namespace, operation, problem, arguments, warm, plain) -> Row:
         start = time.perf_counter()
         results = operation(namespace, arguments)
         seconds = time.perf_counter() - start
+    except NumbaPSAError as error:
+        return Row(*about, "", float("nan"), 0.0, 0.0, False, str(error), refused=True)
     except Exception as error:  # a kernel that raises is a finding, and the others are still to be verified
         return Row(*about, "", float("nan"), 0.0, 0.0, False, f"{type(error).__name__}: {error}")
     verdicts = check(operation, arguments, results, plain)
