@@ -44,8 +44,8 @@ class Report:
 
     op: str
     case: Case | None
-    actual: Mapping[str, np.ndarray]
-    expected: Mapping[str, np.ndarray]
+    actual: Mapping[str, np.ndarray] = field(repr=False)
+    expected: Mapping[str, np.ndarray] = field(repr=False)
     verdicts: Mapping[str, Verdict]
     problem: Problem | None = None
     others: Sequence[tuple[Case, Mapping[str, np.ndarray]]] = field(default=(), repr=False)

@@ -188,7 +188,6 @@ def fuzz(
 
 
 def _run(test, strategy, op, max_examples, seed_, phases, database) -> None:
-    @seed(seed_)
     @settings(
         max_examples=max_examples,
         deadline=None,
@@ -198,6 +197,7 @@ def _run(test, strategy, op, max_examples, seed_, phases, database) -> None:
         verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )
+    @seed(seed_)  # below settings: above them it would take the database away
     @given(strategy)
     def run(case: Case) -> None:
         test(case)
