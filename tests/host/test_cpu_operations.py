@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 
 from numba_psa import attention, cpu, oracle
 from numba_psa.contract import OPERATIONS
-from numba_psa.cpu import compiling, forward
+from numba_psa.cpu import compiling, flash_attn2, forward, psa
 from numba_psa.errors import NumbaPSAError, ParameterError
 from numba_psa.numerics import BFLOAT16, FLOAT32_LIMIT, FLOATS, relative_error
 from numba_psa.shapes import AttentionShape, PSAShape
@@ -157,6 +157,8 @@ def results_of_everything(namespace):
 
 def judge_threads(monkeypatch, namespace=cpu):
     cpu.threading_layer()
+    monkeypatch.setattr(flash_attn2, "_worthwhile", lambda bh, sizes: 1000)  # small as the problem is
+    monkeypatch.setattr(psa, "BYTES_A_THREAD", 1)
     expected = results_of_everything(namespace)
     for threads in (1, 2, 3, 7, 1000):
         monkeypatch.setattr(compiling.numba, "get_num_threads", lambda threads=threads: threads)
@@ -168,7 +170,7 @@ def test_any_number_of_threads_gives_the_same_bits(monkeypatch):
 
 
 def test_callers_in_several_threads_get_their_own_results():
-    inputs = [normal(1, 128, 8, 8) for _ in range(4)]
+    inputs = [normal(1, 128, 16, 16) for _ in range(4)]  # large enough to be shared out
     expected, wrong = [cpu.psa_attention(x, 1) for x in inputs], []
 
     def call(x, want):
@@ -283,6 +285,20 @@ def test_kernels_are_kept_on_disk_until_a_source_changes(tmp_path):
     assert hits == ["0", "1", "0"]
 
 
-def test_the_user_s_threading_layer_is_kept():
-    assert run_python(CACHED.format(change=""), NUMBA_THREADING_LAYER="workqueue")[1] == "workqueue"
+CALLERS = """
+import threading
+import numpy as np
+from numba_psa import cpu
+x = np.ones((1, 128, 16, 16), np.float32)
+callers = [threading.Thread(target=lambda: [cpu.psa_attention(x, 1) for _ in range(20)]) for _ in range(3)]
+for caller in callers: caller.start()
+for caller in callers: caller.join()
+print(cpu.threading_layer())
+"""
+
+
+def test_the_user_s_threading_layer_is_kept_and_workqueue_takes_one_caller_at_a_time():
+    assert run_python(CALLERS, NUMBA_THREADING_LAYER="workqueue") == [
+        "workqueue"
+    ]  # which ends a process that calls it twice
     assert cpu.threading_layer() in ("omp", "tbb", "workqueue")

@@ -218,10 +218,8 @@ def backward_dkv(problem, like, scale, begin, end):
                 for_tiles(_score_gradient_rows, queries, like, differentiate)
                 add_product(dk_tile, key_dim, q_chunk, q[2], q[3], weights, queries, spare)
                 if whole:
-                    k_first, dq_chunk = (
-                        advance(operand_pointer(k, bh, like), first * k[3]),
-                        advance(dq_tiles, query * key_dim),
-                    )
+                    k_first = advance(operand_pointer(k, bh, like), first * k[3])
+                    dq_chunk = advance(dq_tiles, query * key_dim)
                     _add_transposed(dq_chunk, weights, queries, k_first, k[2], k[3], key_dim, count, square, spare)
             scale_tile(dk_tile, key_dim, splat(like, scale))
             store_tile(operand_pointer(dk, bh, like), dk[2], dk[3], first, count, dk_tile, key_dim)

@@ -15,6 +15,7 @@ would compile it five times over, for the layers of its parallel launch.)
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from numba.extending import intrinsic
 
 _ELEMENTS = {np.dtype(name): getattr(numba.types, name) for name in ("float32", "float64", "uint16", "uint32", "uint64")}
 _SOURCES = tuple((source.stat().st_mtime, source.stat().st_size) for source in sorted(Path(__file__).parent.glob("*.py")))
+_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double, ctypes.c_int64, ctypes.c_int64)
+"""A compiled kernel: problem, like, scale, begin, end. Called through ctypes it runs without the GIL."""
 _compiling = threading.Lock()
 
 
@@ -52,12 +55,17 @@ class Kernel:
         """Compute items 0 … items-1 of `problem` on `numba.get_num_threads()` threads, or on `most_threads` if fewer."""
         if items == 0:
             return
-        address = self._address(np.dtype(dtype))
+        address = self.address(np.dtype(dtype))
         threads = min(items, numba.get_num_threads(), most_threads or items)
+        numbers = np.array(problem, np.int64)
+        if threads == 1:  # without a parallel region, whose other threads would have to wake up and be waited for
+            _PROTOTYPE(address)(numbers.ctypes.data, None, scale, 0, items)
+            return
         with _region():
-            _share(address, np.array(problem, np.int64), scale, items, threads)
+            _share(address, numbers, scale, items, threads)
 
-    def _address(self, dtype: np.dtype) -> int:
+    def address(self, dtype: np.dtype) -> int:
+        """Of the function compiled for `dtype`, which is compiled now if it is not yet."""
         if dtype not in self._compiled:
             with _compiling:
                 if dtype not in self._compiled:
@@ -80,7 +88,7 @@ kernel = Kernel
 
 
 @intrinsic
-def _call(_typing, address, problem, scale, begin, end):
+def call(_typing, address, problem, scale, begin, end):
     """The compiled kernel at `address`."""
 
     def generate(context, builder, sig, arguments):
@@ -95,7 +103,7 @@ def _call(_typing, address, problem, scale, begin, end):
 
 def _share(kernel, problem, scale, items, threads):
     for thread in prange(threads):
-        _call(kernel, problem.ctypes.data, scale, thread * items // threads, (thread + 1) * items // threads)
+        call(kernel, problem.ctypes.data, scale, thread * items // threads, (thread + 1) * items // threads)
 
 
 try:
