@@ -134,11 +134,16 @@ PLAN_BUGS = {
         "numbers += [piece, piece.channels * self.tokens, piece.channels]",
     ),
     "values are taken from the keys": (c2psa, "for count in (key_dim, 2 * key_dim))", "for count in (key_dim, key_dim))"),
-    "scale of head_dim": (c2psa, "numbers, key_dim**-0.5)", "numbers, head_dim**-0.5)"),
+    "scale of head_dim": (c2psa, "scale=key_dim**-0.5", "scale=head_dim**-0.5"),
     "the positional term replaces the attention": (
         c2psa,
         "head_dim, out, out, *self._weights(pe)",
         "head_dim, out, v, *self._weights(pe)",
+    ),
+    "a neighbour is read before it is there": (
+        chained,
+        "across = [piece.buffer for piece in pieces] if side > 1 else []",
+        "across = []",
     ),
     "weights not packed": (c2psa, "convolution.packed(rows)", "rows.ravel()"),
     "every part is the first one": (in_parts, "self._run(x[images], y[images])", "self._run(x[: self.batch], y[images])"),
@@ -180,12 +185,9 @@ KERNEL_BUGS = {
         "tokens, 1, first, present, acc, count)",
         "tokens, 1, first, min(step, present + 1), acc, count)",
     ),
+    "the next image's items come first": (c2psa, "((b * rows + row) * blocks", "((row * rows + b) * blocks"),
     "SiLU of -x": (c2psa, "x * splat(acc, -LOG2E)", "x * splat(acc, LOG2E)"),
-    "channel of the first image": (
-        c2psa,
-        "bh, c = item // head_dim, item % channels",
-        "bh, c = item // head_dim, item % head_dim",
-    ),
+    "values of the first head": (c2psa, "h = c // head_dim\n", "h = 0\n"),
 }
 
 
@@ -193,7 +195,7 @@ KERNEL_BUGS = {
 def test_a_wrong_kernel_is_caught(bug, monkeypatch):
     property_, *change = KERNEL_BUGS[bug]
     wrong = mutant(convolution, *change)
-    for name in ("convolve", "depthwise"):
+    for name in ("convolve", "depthwise", "in_turn"):
         monkeypatch.setattr(convolution, name, wrong[name])
     with pytest.raises(AssertionError):
         property_()

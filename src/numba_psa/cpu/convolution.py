@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_psa.cpu.compiling import kernel
-from numba_psa.cpu.operands import tiles
+from numba_psa.cpu.compiling import call, kernel
 from numba_psa.cpu.tiles import (
     HALF_WAY,
     aligned_pointer,
@@ -77,9 +76,9 @@ def halo(kernel_size: int, width: int) -> int:
     return (reach // VECTOR_BYTES + 2) * VECTOR_BYTES if reach else 0
 
 
-def items(tokens: int, c_out: int, dtype: np.dtype) -> int:
-    """Work items of `convolve` for one image."""
-    return tiles(tokens, dtype) * -(-c_out // GROUP)
+def groups(c_out: int) -> int:
+    """Work items of `convolve` for one tile of tokens."""
+    return -(-c_out // GROUP)
 
 
 @inlined
@@ -148,14 +147,14 @@ def convolve(problem, like, scale, begin, end):
     step, steps = lanes(like), 0
     for piece in range(pieces):
         steps += problem[13 + 3 * piece + 2] * side * side
-    blocks, groups = count_blocks(tokens, step), (c_out + GROUP - 1) // GROUP
+    blocks, per_tile = count_blocks(tokens, step), (c_out + GROUP - 1) // GROUP
     scratch = new_scratch(steps + GROUP)
     acc = aligned_pointer(scratch, like)
     tile = advance(acc, GROUP * step)
     loaded = -1
     for item in range(begin, end):
-        group = item % groups
-        block = item // groups
+        group = item % per_tile
+        block = item // per_tile
         b = block // blocks
         first = (block - b * blocks) * step
         present = min(step, tokens - first)
@@ -184,7 +183,7 @@ def convolve(problem, like, scale, begin, end):
 
 @kernel
 def depthwise(problem, like, scale, begin, end):
-    """out[c] = w[c] * v[c] + bias[c] + residual[c] for the values of an attention; an item is one channel of one image.
+    """out[c] = w[c] * v[c] + bias[c] + residual[c] for the values of an attention; an item is LANES tokens of one image.
 
     problem: v (address, stride of a head), channels of a head; addresses of out and residual, both `[B, c, N]` (they may be
     the same), of weights `[c, k*k]`, of bias, of padding; N, W, k, c. (scale is not used.)
@@ -193,22 +192,41 @@ def depthwise(problem, like, scale, begin, end):
     weights, bias, padding = pointer(problem[5], like), pointer(problem[6], like), pointer(problem[7], like)
     tokens, width, side, channels = problem[8], problem[9], problem[10], problem[11]
     step = lanes(like)
-    padded = count_blocks(tokens, step) * step
+    blocks, heads = count_blocks(tokens, step), channels // head_dim
     scratch = new_scratch(1)
     tile = aligned_pointer(scratch, like)
     for item in range(begin, end):
-        bh, c = item // head_dim, item % channels
-        source = advance(pointer(problem[0], like), bh * head + (item - bh * head_dim) * tokens)
-        out = advance(pointer(problem[3], like), item * tokens)
-        residual = advance(pointer(problem[4], like), item * tokens)
-        for first in range(0, tokens, step):
+        b = item // blocks
+        first = (item - b * blocks) * step
+        present = min(step, tokens - first)
+        for c in range(channels):
+            h = c // head_dim
+            source = advance(pointer(problem[0], like), (b * heads + h) * head + (c - h * head_dim) * tokens)
             total = broadcast_rows(bias, c, 0, zero_rows(like, 1))
             for ky in range(side):
                 for kx in range(side):
-                    moved = _shifted(source, first, width, side, ky, kx, padding, padded)
+                    moved = _shifted(source, first, width, side, ky, kx, padding, blocks * step)
                     total = fma_rows(total, weights, (c * side + ky) * side + kx, 0, moved)
             store_rows(tile, 0, step, total)
-            present = min(step, tokens - first)
-            _add_residual(tile, 1, residual, tokens, first, present)
-            store_tile(out, tokens, 1, first, present, tile, 1)
+            at = (b * channels + c) * tokens
+            _add_residual(tile, 1, advance(pointer(problem[4], like), at), tokens, first, present)
+            store_tile(advance(pointer(problem[3], like), at), tokens, 1, first, present, tile, 1)
     keep(scratch)
+
+
+@kernel
+def in_turn(problem, like, scale, begin, end):
+    """Several kernels one after the other on LANES tokens of one image, which are an item: what one writes is still in the
+    cache when the next reads it, and threads meet once for all of them.
+
+    None may read other tokens of what another one writes. problem: tiles of an image, kernels; for each kernel: address,
+    address of its problem, and rows and items of a tile, where its items are numbered [image, row, tile, item of the tile].
+    """
+    blocks, kernels = problem[0], problem[1]
+    for item in range(begin, end):
+        b = item // blocks
+        for i in range(kernels):
+            rows, count = problem[4 + 4 * i], problem[5 + 4 * i]
+            for row in range(rows):
+                first = ((b * rows + row) * blocks + item - b * blocks) * count
+                call(problem[2 + 4 * i], problem[3 + 4 * i], scale, first, first + count)
