@@ -15,21 +15,23 @@ from pathlib import Path
 import torch
 import triton
 
-import numba_psa.cuda.tiles as tiles
 from numba_psa.cuda.choice import Problem
 from numba_psa.cuda.forward import SIGNATURE, make_forward
 from numba_psa.cuda.forward_tf32 import make_forward_tf32
 from numba_psa.cuda.forward_wgmma import make_forward_wgmma
+from numba_psa.cuda.forward_wgmma_tf32 import make_forward_wgmma_tf32
 from numba_psa.cuda.launching import architecture, head_runs, kernel
 from numba_psa.cuda.plans import device_scale
+from numba_psa.cuda.tiles import MmaTileConfig, Tf32TileConfig
+from numba_psa.cuda.tiles_wgmma import Tf32WarpgroupTileConfig, WarpgroupTileConfig
 from numba_psa.numerics import float_dtype
 
-MAKERS = {"mma": (make_forward, tiles.MmaTileConfig), "wgmma": (make_forward_wgmma, tiles.WarpgroupTileConfig),
-          "tf32": (make_forward_tf32, tiles.Tf32TileConfig)}  # fmt: skip
-if hasattr(tiles, "Tf32WarpgroupTileConfig"):
-    from numba_psa.cuda.forward_wgmma_tf32 import make_forward_wgmma_tf32
-
-    MAKERS["wgmma_tf32"] = (make_forward_wgmma_tf32, tiles.Tf32WarpgroupTileConfig)
+MAKERS = {
+    "mma": (make_forward, MmaTileConfig),
+    "wgmma": (make_forward_wgmma, WarpgroupTileConfig),
+    "tf32": (make_forward_tf32, Tf32TileConfig),
+    "wgmma_tf32": (make_forward_wgmma_tf32, Tf32WarpgroupTileConfig),
+}
 
 CASES = json.loads((Path(__file__).parent / "tune_gpu.json").read_text())
 """[{dtype, batch, heads, n, key_dim, candidates: [[kind, {field: value}]]}]"""

@@ -134,7 +134,12 @@ def test_special_values():
         assert (l[0] == -np.inf).all()
         assert list(np.flatnonzero(np.isnan(o[1]).any(axis=1))) == [40]
     # A mask of -inf on single keys, in every kernel of the choice table.
-    for shape in (PSAShape(1, 2, 32, 20, 20), PSAShape(16, 4, 32, 20, 20), PSAShape(1, 4, 32, 40, 40), PSAShape(1, 4, 32, 39, 41)):
+    for shape in (
+        PSAShape(1, 2, 32, 20, 20),
+        PSAShape(16, 4, 32, 20, 20),
+        PSAShape(1, 4, 32, 40, 40),
+        PSAShape(1, 4, 32, 39, 41),
+    ):
         for dtype in DTYPES:
             qkv = rng.standard_normal(shape.qkv).astype(dtype)
             heads = qkv.reshape(shape.heads)

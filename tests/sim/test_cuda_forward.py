@@ -16,8 +16,10 @@ from numba_psa._numba_cuda import SIMULATED, cuda
 from numba_psa.cuda.forward import make_forward
 from numba_psa.cuda.forward_tf32 import make_forward_tf32
 from numba_psa.cuda.forward_wgmma import make_forward_wgmma
+from numba_psa.cuda.forward_wgmma_tf32 import make_forward_wgmma_tf32
 from numba_psa.cuda.plans import device_scale
-from numba_psa.cuda.tiles import MmaTileConfig, Tf32TileConfig, WarpgroupTileConfig
+from numba_psa.cuda.tiles import MmaTileConfig, Tf32TileConfig
+from numba_psa.cuda.tiles_wgmma import Tf32WarpgroupTileConfig, WarpgroupTileConfig
 from numba_psa.testing.check import check
 
 pytestmark = [
@@ -130,10 +132,23 @@ def test_wgmma_forward(fields, n, values):
     assert_right(make_forward_wgmma, config, arguments(config, 1, n, n, **values))
 
 
+WGMMA_TF32 = [
+    ({"copy": 4, "key_dim": 5, "value_dim": 10}, 70, {"amplitude": 4.0}),
+    ({"key_groups": 2, "key_dim": 8, "value_dim": 16}, 100, {"scale": -0.3}),
+]
+
+
+@pytest.mark.parametrize(("fields", "n", "values"), WGMMA_TF32)
+def test_wgmma_forward_in_float32(fields, n, values):
+    config = Tf32WarpgroupTileConfig(arch=90, saves_l=True, **fields)
+    assert_right(make_forward_wgmma_tf32, config, arguments(config, 1, n, n, **values))
+
+
 SPECIAL = [
     (make_forward, MmaTileConfig(query_warps=1, BN=16, copy=2, key_dim=4, value_dim=8, saves_l=True)),
     (make_forward, MmaTileConfig(query_warps=1, key_warps=2, BN=16, copy=2, key_dim=4, value_dim=8, saves_l=True)),
     (make_forward_wgmma, WarpgroupTileConfig(arch=90, stages=3, tail=32, copy=2, key_dim=4, value_dim=8, saves_l=True)),
+    (make_forward_wgmma_tf32, Tf32WarpgroupTileConfig(arch=90, copy=4, key_dim=4, value_dim=8, saves_l=True)),
     (make_forward_tf32, Tf32TileConfig(query_warps=1, copy=4, key_dim=4, value_dim=8, saves_l=True)),
     (make_forward_tf32, Tf32TileConfig(query_warps=1, key_warps=2, copy=4, key_dim=4, value_dim=8, saves_l=True)),
 ]

@@ -17,14 +17,8 @@ from numba_psa.cuda.forward import make_forward
 from numba_psa.cuda.forward_tf32 import make_forward_tf32
 from numba_psa.cuda.forward_wgmma import make_forward_wgmma
 from numba_psa.cuda.forward_wgmma_tf32 import make_forward_wgmma_tf32
-from numba_psa.cuda.tiles import (
-    MmaTileConfig,
-    Tf32TileConfig,
-    Tf32WarpgroupTileConfig,
-    TileConfig,
-    WarpgroupTileConfig,
-    padded,
-)
+from numba_psa.cuda.tiles import MmaTileConfig, Tf32TileConfig, TileConfig, padded
+from numba_psa.cuda.tiles_wgmma import Tf32WarpgroupTileConfig, WarpgroupTileConfig
 from numba_psa.errors import ParameterError, ShapeError
 from numba_psa.numerics import BFLOAT16, FLOAT32
 
@@ -106,9 +100,10 @@ def _common(problem: Problem, arch: int) -> dict[str, Any]:
     }
 
 
-def candidates(
-    problem: Problem, arch: int, multiprocessors: int
-) -> Iterator[tuple[Callable, type[TileConfig], dict[str, Any]]]:
+Candidate = tuple[Callable[[Any], Callable], type[TileConfig], dict[str, Any]]
+
+
+def candidates(problem: Problem, arch: int, multiprocessors: int) -> Iterator[Candidate]:
     """(factory, config class, tile sizes), best first.
 
     Blocks of 16 queries whose warps share the keys, while all of them run at once; then blocks of 64 whose warpgroups
@@ -125,7 +120,9 @@ def candidates(
         yield make_forward, MmaTileConfig, {"query_warps": 1, "key_warps": 4, "BN": 32}
     if arch == 90 and not problem.tokens_first:
         if some:
-            fields = {"key_groups": 3, "stages": 3 if problem.realigned else 5} if problem.n_keys > 512 else {"key_groups": 2}
+            fields = (
+                {"key_groups": 3, "stages": 3 if problem.realigned else 5} if problem.n_keys > 512 else {"key_groups": 2}
+            )
             yield make_forward_wgmma, WarpgroupTileConfig, {"stages": 3} | fields
             yield make_forward_wgmma, WarpgroupTileConfig, {"key_groups": 2, "stages": 3}
         yield from _warpgroups(problem)
@@ -135,7 +132,7 @@ def candidates(
 
 
 def _warpgroups(problem: Problem) -> Iterator[Candidate]:
-    """Blocks of 64 queries, three or four to a multiprocessor; 128 of them where rows are realigned, which they share the price of."""
+    """Blocks of 64 queries, three or four to a multiprocessor; of 128 where rows are realigned, to share the work."""
     wide, tail = problem.key_dim > 32, padded(problem.n_keys % 64, 16)
     if problem.realigned:
         fields = {"tail": tail, "stages": 3, "warpgroups": 2}

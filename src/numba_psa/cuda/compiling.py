@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -67,9 +68,8 @@ def assemble(ptx: str, arch: int) -> bytes:
 
 
 def entry_of(cubin: bytes) -> bytes:
-    """The name of the one kernel in a cubin: its code lies in the ELF section `.text.NAME`."""
-    start = cubin.index(b"\0.text.") + len(b"\0.text.")
-    return cubin[start : cubin.index(b"\0", start)]
+    """The name of the one kernel in a cubin: its code lies in an ELF section `.text.NAME`, beside ptxas' own helpers."""
+    return re.search(rb"\0\.text\.([^\0]*_kernel[^\0]*)\0", cubin).group(1)
 
 
 # ---- the cache --------------------------------------------------------------------------------------------------------
@@ -84,8 +84,16 @@ def cache_directory() -> Path:
     return Path(base) / sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-_COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12",
-              "nvidia-cuda-nvcc-cu12")  # fmt: skip
+_COMPILERS = (
+    "numba",
+    "numba-cuda",
+    "llvmlite",
+    "cuda-core",
+    "nvidia-nvvm",
+    "nvidia-nvjitlink",
+    "nvidia-nvjitlink-cu12",
+    "nvidia-cuda-nvcc-cu12",
+)
 
 
 def _version(package: str) -> str:

@@ -24,13 +24,12 @@ from numba_psa.cuda.fragments import (
 )
 from numba_psa.cuda.heads import heads_of
 from numba_psa.cuda.merge import merge_key_warps
+from numba_psa.cuda.realign import realign_keys_values, start_copy
 from numba_psa.cuda.staging import (
     next_stage,
     place,
-    realign_keys_values,
     stage_keys_values,
     stage_query,
-    start_copy,
     wait_for_copies,
     write_output,
 )
@@ -64,15 +63,29 @@ def make_forward(config):
         ring = shared + tile.keys_offset  # `stages` blocks of keys and values
         block = tile.BN * tile.key_warps
         mine = tile.BN // 16 * at.key_warp  # of 16 keys each: where this warp's keys begin in a block
-        queries = block_address(shared + first_row // 16 * token_step(tile, tile.query_stride), tile.query_stride, at.lane,
-                                ROWS_ARE_TOKENS)  # fmt: skip
+        queries = block_address(
+            shared + first_row // 16 * token_step(tile, tile.query_stride), tile.query_stride, at.lane, ROWS_ARE_TOKENS
+        )
         keys = block_address(ring + mine * token_step(tile, tile.key_stride), tile.key_stride, at.lane, ROWS_ARE_CHANNELS)
-        values = block_address(ring + tile.values_offset + mine * token_step(tile, tile.value_stride), tile.value_stride,
-                               at.lane, ROWS_ARE_TOKENS)  # fmt: skip
+        values = block_address(
+            ring + tile.values_offset + mine * token_step(tile, tile.value_stride),
+            tile.value_stride,
+            at.lane,
+            ROWS_ARE_TOKENS,
+        )
         stage_query(tile, shared, head.q, n_queries, first_query, at.tid)
         for j in range(LEAD):
-            start_copy(tile, stage_keys_values, ring + j * tile.stage_bytes, raw + j * tile.raw_bytes, head.k, head.v, n_keys,
-                       j * block, at.tid)  # fmt: skip
+            start_copy(
+                tile,
+                stage_keys_values,
+                ring + j * tile.stage_bytes,
+                raw + j * tile.raw_bytes,
+                head.k,
+                head.v,
+                n_keys,
+                j * block,
+                at.tid,
+            )
         if tile.realigned:
             wait_for_copies(1)
             barrier()
@@ -84,8 +97,17 @@ def make_forward(config):
             barrier()
             if j == 0:
                 load_query(tile, q, queries, scale)
-            start_copy(tile, stage_keys_values, ring + ahead, raw + (j & 1) * tile.raw_bytes, head.k, head.v, n_keys,
-                       (j + LEAD) * block, at.tid)  # fmt: skip
+            start_copy(
+                tile,
+                stage_keys_values,
+                ring + ahead,
+                raw + (j & 1) * tile.raw_bytes,
+                head.k,
+                head.v,
+                n_keys,
+                (j + LEAD) * block,
+                at.tid,
+            )
             keys_left = n_keys - j * block - at.key_warp * tile.BN
             if keys_left > 0:
                 scores(tile, s, q, keys + stage)  # S = Q K^T

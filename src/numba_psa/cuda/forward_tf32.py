@@ -19,7 +19,8 @@ from numba_psa.cuda.fragments_tf32 import (
 )
 from numba_psa.cuda.heads import heads_of
 from numba_psa.cuda.merge import merge_key_warps
-from numba_psa.cuda.staging import next_stage, place, stage_keys_values, stage_query, start_copy, wait_for_copies
+from numba_psa.cuda.realign import start_copy
+from numba_psa.cuda.staging import next_stage, place, stage_keys_values, stage_query, wait_for_copies
 
 
 def make_forward_tf32(config):
@@ -59,7 +60,9 @@ def make_forward_tf32(config):
             barrier()
             if j == 0:
                 load_query_tf32(tile, q_high, q_low, queries, scale)
-            start_copy(tile, stage_keys_values, ring + ahead, 0, head.k, head.v, n_keys, (j + tile.stages - 1) * block, at.tid)
+            start_copy(
+                tile, stage_keys_values, ring + ahead, 0, head.k, head.v, n_keys, (j + tile.stages - 1) * block, at.tid
+            )
             keys_left = n_keys - j * block - at.key_warp * tile.BN
             if keys_left > 0:
                 scores_tf32(tile, s, q_high, q_low, queries, k_high, k_low, keys + stage, scale)  # S = Q K^T

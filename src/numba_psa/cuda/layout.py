@@ -230,8 +230,16 @@ def make_psa_pack_qkv(config):
         if matrix < 4 * heads:
             matrix_bytes = tile.key_dim * n_tokens * tile.item
             target = packed + (matrix % 4 * heads + matrix // 4) * matrix_bytes
-            rows_to_tokens(tile, words, shared, qkv + matrix * matrix_bytes, target, n_tokens, cuda.blockIdx.x * tile.tokens,
-                           cuda.threadIdx.x)  # fmt: skip
+            rows_to_tokens(
+                tile,
+                words,
+                shared,
+                qkv + matrix * matrix_bytes,
+                target,
+                n_tokens,
+                cuda.blockIdx.x * tile.tokens,
+                cuda.threadIdx.x,
+            )
 
     return psa_pack_qkv_kernel
 
@@ -248,8 +256,16 @@ def make_psa_merge_attn_nchw(config):
         if matrix < 2 * heads:
             matrix_bytes = tile.key_dim * n_tokens * tile.item
             source = (hi if matrix % 2 else lo) + matrix // 2 * matrix_bytes
-            tokens_to_rows(tile, words, shared, source, out + matrix * matrix_bytes, n_tokens, cuda.blockIdx.x * tile.tokens,
-                           cuda.threadIdx.x)  # fmt: skip
+            tokens_to_rows(
+                tile,
+                words,
+                shared,
+                source,
+                out + matrix * matrix_bytes,
+                n_tokens,
+                cuda.blockIdx.x * tile.tokens,
+                cuda.threadIdx.x,
+            )
 
     return psa_merge_attn_nchw_kernel
 

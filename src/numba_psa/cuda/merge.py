@@ -89,7 +89,7 @@ def store_four(tile, target, o0, o1, o2, o3, valid):
 
 @step
 def write_sums(tile, out, n_queries, first, shared, tid):
-    """out = sum of accumulators / sum of l_i over the key warps; a thread keeps its 4 queries and walks down the channels."""
+    """out = sum of accumulators / sum of l_i over the key warps; a thread keeps 4 queries and walks down the channels."""
     chunks = tile.BM // 4
     rows_a_pass = tile.threads // chunks
     row, column = tid // chunks, tid % chunks * 4
@@ -107,8 +107,9 @@ def write_sums(tile, out, n_queries, first, shared, tid):
                 a = ld_shared_v4_f32(shared + (w * tile.value_pad + row) * tile.merge_stride + 4 * column)
                 a0, a1, a2, a3 = a0 + a[0], a1 + a[1], a2 + a[2], a3 + a[3]
             target = out + tile.item * (row * n_queries + first + column)
-            store_four(tile, target, weighted(a0, w0, e0), weighted(a1, w1, e1), weighted(a2, w2, e2), weighted(a3, w3, e3),
-                       valid)  # fmt: skip
+            store_four(
+                tile, target, weighted(a0, w0, e0), weighted(a1, w1, e1), weighted(a2, w2, e2), weighted(a3, w3, e3), valid
+            )
         row += rows_a_pass
 
 
@@ -132,8 +133,9 @@ def merge_key_warps(tile, m_i, l_i, acc, alpha, scale, out, l, n_queries, first,
     barrier()
     agree_on_maximum(tile, m_i, l_i, acc, alpha, shared + tile.maxima_offset, row, scale)
     publish_rows(l_i, shared + tile.sums_offset + mine, at.lane)
-    publish_accumulators(acc, shared + (at.key_warp * tile.value_pad + 2 * (at.lane & 3)) * tile.merge_stride + 4 * row,
-                         tile.merge_stride)  # fmt: skip
+    publish_accumulators(
+        acc, shared + (at.key_warp * tile.value_pad + 2 * (at.lane & 3)) * tile.merge_stride + 4 * row, tile.merge_stride
+    )
     barrier()
     write_sums(tile, out, n_queries, first, shared, at.tid)
     if tile.saves_l:

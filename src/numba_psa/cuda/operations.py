@@ -71,8 +71,18 @@ def flash_attention2_forward(
     exact = exactness(precision, call.dtype)
     o, l = call.empty(shape.o), call.empty(shape.l, FLOAT32)
     pointers = *(view.pointer for view in views), o.pointer
-    problem = Problem(shape.bh, shape.n_ctx_q, shape.n_ctx_k, shape.head_dim, shape.value_dim, call.dtype,
-                      tokens_first=True, saves_l=True, exact=exact, alignment=gcd(16, *pointers))  # fmt: skip
+    problem = Problem(
+        shape.bh,
+        shape.n_ctx_q,
+        shape.n_ctx_k,
+        shape.head_dim,
+        shape.value_dim,
+        call.dtype,
+        tokens_first=True,
+        saves_l=True,
+        exact=exact,
+        alignment=gcd(16, *pointers),
+    )
     problem.check_widths()
     if shape.bh and shape.n_ctx_q:
         launcher(problem, current_device())(call.stream, *pointers, l.pointer, scale)

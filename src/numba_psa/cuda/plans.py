@@ -50,8 +50,15 @@ class AttentionPlan:
     psa_attention. Nothing is allocated and nothing waited for: it can be captured into a CUDA graph.
     """
 
-    def __init__(self, shape: PSAShape, dtype: Any, *, softmax_scale: float | None = None, precision: str | None = None,
-                 saves_l: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        shape: PSAShape,
+        dtype: Any,
+        *,
+        softmax_scale: float | None = None,
+        precision: str | None = None,
+        saves_l: bool = False,
+    ):
         self.shape, self.dtype = shape, float_dtype(dtype)
         if self.dtype == FLOAT64:
             raise DTypeError("impl='cuda' takes float16, bfloat16 and float32, not float64")
@@ -141,8 +148,14 @@ class Launcher:
         self._blocks = -(-problem.n_queries // self.choice.config.BM)
         self._runs = head_runs(problem.heads)
         item = problem.dtype.itemsize
-        q, k, v = (n * width for n, width in ((problem.n_queries, problem.key_dim), (problem.n_keys, problem.key_dim),
-                                              (problem.n_keys, problem.value_dim)))  # fmt: skip
+        q, k, v = (
+            n * width
+            for n, width in (
+                (problem.n_queries, problem.key_dim),
+                (problem.n_keys, problem.key_dim),
+                (problem.n_keys, problem.value_dim),
+            )
+        )
         slab = (q, k, v) if problem.tokens_first else (q + k + v,) * 3
         self._strides = *(item * x for x in slab), item * problem.n_queries * problem.value_dim, 4 * problem.n_queries
         self._grid = (self._blocks, problem.heads, 1)

@@ -113,6 +113,7 @@ stmatrix_x4_trans = ptx_op(
     doc="the inverse of ldmatrix_x4_trans (sm_90)",
 )
 
+
 # ---- asynchronous copies ----------------------------------------------------------------------------------------------
 def _cp_async(size, cache):
     return ptx_op(
@@ -151,8 +152,14 @@ first_lane = ptx_op(
     collective=True,
     doc="the x of lane 0, which the compiler then knows to be the same in the whole warp",
 )
-named_barrier = ptx_op("named_barrier", "bar.sync $0, $1;", (), (u32, u32), collective=True,
-                       doc="(number 1 to 15, n): n threads of the block, whole warps, wait for each other")
+named_barrier = ptx_op(
+    "named_barrier",
+    "bar.sync $0, $1;",
+    (),
+    (u32, u32),
+    collective=True,
+    doc="(number 1 to 15, n): n threads of the block, whole warps, wait for each other",
+)
 vote_any = ptx_op(
     "vote_any",
     "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }",
@@ -200,7 +207,11 @@ float_bits = ptx_op(
 )
 bits_float = ptx_op("bits_float", "mov.b32 $0, $1;", (f32,), (u32,), effect=False, doc="the float with these bits")
 funnel_shift = ptx_op(
-    "funnel_shift", "shf.r.wrap.b32 $0, $1, $2, $3;", (u32,), (u32, u32, u32), effect=False,
+    "funnel_shift",
+    "shf.r.wrap.b32 $0, $1, $2, $3;",
+    (u32,),
+    (u32, u32, u32),
+    effect=False,
     doc="(low, high, n): the lower half of the 64 bits high:low shifted right by n < 32",
 )
 round_tf32 = ptx_op(

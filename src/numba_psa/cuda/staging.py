@@ -6,18 +6,16 @@ as `tile.copy` says that addresses allow; what lies outside the problem becomes 
 
 from __future__ import annotations
 
-from numba import int32, uint32
+from numba import int32
 
 from numba_psa.cuda.device import (
     barrier,
     cp_async_4,
     cp_async_8,
     cp_async_16,
-    cp_async_commit,
     cp_async_wait_0,
     cp_async_wait_1,
     cp_async_wait_2,
-    funnel_shift,
     ld_global_8x16,
     ld_global_u16,
     ld_shared_u16,
@@ -31,7 +29,6 @@ from numba_psa.cuda.device import (
     st_global_v4_u32,
     st_shared_u16,
     st_shared_u32,
-    st_shared_v2_u32,
     st_shared_v4_u32,
     step,
     stmatrix_x4_trans,
@@ -107,11 +104,35 @@ def stage_tile(tile, shared, stride, source, n_tokens, first, tokens, channels, 
         stage_transposed(tile, shared, stride, source, n_tokens - first, first, tokens, channels, channels_pad, tid)
     elif tile.tokens_first:
         row_bytes = tile.item * channels
-        stage_rows(tile, tile.threads, shared, stride, False, source + first * row_bytes, row_bytes, tokens, n_tokens - first,
-                   channels_pad, channels, tid)  # fmt: skip
+        stage_rows(
+            tile,
+            tile.threads,
+            shared,
+            stride,
+            False,
+            source + first * row_bytes,
+            row_bytes,
+            tokens,
+            n_tokens - first,
+            channels_pad,
+            channels,
+            tid,
+        )
     else:
-        stage_rows(tile, tile.threads, shared, stride, False, source + tile.item * first, tile.item * n_tokens, channels_pad,
-                   channels, tokens, n_tokens - first, tid)  # fmt: skip
+        stage_rows(
+            tile,
+            tile.threads,
+            shared,
+            stride,
+            False,
+            source + tile.item * first,
+            tile.item * n_tokens,
+            channels_pad,
+            channels,
+            tokens,
+            n_tokens - first,
+            tid,
+        )
 
 
 @step
@@ -124,8 +145,9 @@ def stage_keys_values(tile, shared, k, v, n_keys, first, tid):
     """The keys and values of one turn of all warps."""
     tokens = tile.BN * tile.key_warps
     stage_tile(tile, shared, tile.key_stride, k, n_keys, first, tokens, tile.key_dim, tile.key_pad, tid)
-    stage_tile(tile, shared + tile.values_offset, tile.value_stride, v, n_keys, first, tokens, tile.value_dim, tile.value_pad,
-               tid)  # fmt: skip
+    stage_tile(
+        tile, shared + tile.values_offset, tile.value_stride, v, n_keys, first, tokens, tile.value_dim, tile.value_pad, tid
+    )
 
 
 @step
@@ -135,91 +157,52 @@ def stage_swizzled(tile, shared, k, v, n_keys, first, tid):
     for b in range(tile.BN // keys):
         at, target = first + keys * b, shared + b * tile.tile_bytes
         if tile.key_dim == tile.key_pad:  # values follow keys without a gap
-            stage_rows(tile, tile.stagers, target, 128, True, k + tile.item * at, row_bytes, tile.key_pad + tile.value_pad,
-                       tile.key_dim + tile.value_dim, keys, n_keys - at, tid)  # fmt: skip
+            stage_rows(
+                tile,
+                tile.stagers,
+                target,
+                128,
+                True,
+                k + tile.item * at,
+                row_bytes,
+                tile.key_pad + tile.value_pad,
+                tile.key_dim + tile.value_dim,
+                keys,
+                n_keys - at,
+                tid,
+            )
         else:
-            stage_rows(tile, tile.stagers, target, 128, True, k + tile.item * at, row_bytes, tile.key_pad, tile.key_dim, keys,
-                       n_keys - at, tid)  # fmt: skip
-            stage_rows(tile, tile.stagers, target + tile.values_offset, 128, True, v + tile.item * at, row_bytes,
-                       tile.value_pad, tile.value_dim, keys, n_keys - at, tid)  # fmt: skip
+            stage_rows(
+                tile,
+                tile.stagers,
+                target,
+                128,
+                True,
+                k + tile.item * at,
+                row_bytes,
+                tile.key_pad,
+                tile.key_dim,
+                keys,
+                n_keys - at,
+                tid,
+            )
+            stage_rows(
+                tile,
+                tile.stagers,
+                target + tile.values_offset,
+                128,
+                True,
+                v + tile.item * at,
+                row_bytes,
+                tile.value_pad,
+                tile.value_dim,
+                keys,
+                n_keys - at,
+                tid,
+            )
 
 
-# ---- rows that begin at odd places ------------------------------------------------------------------------------------
-# Where N is no multiple of 8, channel rows of 16-bit values begin at any even address. Then (`tile.realigned`) the aligned
-# 16 bytes that hold them are copied in the background to `raw`, and moved to their place a block later, beside the products.
-@step
-def rows_a_pass_of(threads, lanes):
-    """Rows that `threads` move at once: a multiple of 8 if that can be, for rows 8 apart begin at the same odd place."""
-    rows = threads // lanes
-    return rows // 8 * 8 if rows >= 8 else rows
-
-
-@step
-def copy_raw(tile, raw, source, n_keys, first_key, tid):
-    """The aligned chunks that hold the keys' and values' rows (neighbours in qkv) from a key on, zeros after them."""
-    chunks, row_bytes, rows = tile.raw_stride // 16, 2 * n_keys, tile.key_dim + tile.value_dim
-    rows_a_pass = rows_a_pass_of(tile.stagers, chunks)
-    first, chunk = tid // chunks, tid % chunks
-    source += 2 * first_key
-    for i in range((rows + rows_a_pass - 1) // rows_a_pass):
-        row = first + i * rows_a_pass
-        if first < rows_a_pass and row < rows:
-            misplaced = source + (row if rows_a_pass % 8 else first) * row_bytes & 15
-            count = min(max(int32(2 * (n_keys - first_key) + misplaced - 16 * chunk), 0), 16)
-            at = source + row * row_bytes - misplaced + 16 * chunk
-            cp_async_16(raw + row * tile.raw_stride + 16 * chunk, at, count)
-
-
-@step
-def realign(tile, shared, stride, swizzled, raw, source, n_keys, rows, valid_rows, keys, tid):
-    """Rows of `keys` keys from raw to their place, two words a lane, shifted by half a word where a row is odd."""
-    lanes, row_bytes = keys // 4, 2 * n_keys
-    rows_a_pass = rows_a_pass_of(tile.stagers, lanes)
-    first, pair = tid // lanes, tid % lanes
-    for i in range((rows + rows_a_pass - 1) // rows_a_pass):
-        row = first + i * rows_a_pass
-        if first < rows_a_pass and (rows % rows_a_pass == 0 or row < rows):
-            low, high = uint32(0), uint32(0)
-            if row < valid_rows:
-                misplaced = source + (row if rows_a_pass % 8 else first) * row_bytes & 15
-                at = raw + row * tile.raw_stride + (misplaced & 12) + 8 * pair
-                shift, middle = 8 * (misplaced & 2), ld_shared_u32(at + 4)
-                low = funnel_shift(ld_shared_u32(at), middle, shift)
-                high = funnel_shift(middle, ld_shared_u32(at + 8), shift)
-            offset = 8 * pair
-            if swizzled:
-                offset ^= 16 * (row & 7)
-            st_shared_v2_u32(shared + row * stride + offset, low, high)
-
-
-@step
-def realign_keys_values(tile, shared, raw, k, n_keys, tid):
-    keys = tile.BN * tile.key_warps
-    realign(tile, shared, tile.key_stride, False, raw, k, n_keys, tile.key_pad, tile.key_dim, keys, tid)
-    realign(tile, shared + tile.values_offset, tile.value_stride, False, raw + tile.key_dim * tile.raw_stride,
-            k + tile.key_dim * (2 * n_keys), n_keys, tile.value_pad, tile.value_dim, keys, tid)  # fmt: skip
-
-
-@step
-def realign_swizzled(tile, shared, raw, k, n_keys, tid):
-    for b in range(tile.BN // 64):
-        target, source = shared + b * tile.tile_bytes, raw + 128 * b
-        realign(tile, target, 128, True, source, k, n_keys, tile.key_pad, tile.key_dim, 64, tid)
-        realign(tile, target + tile.values_offset, 128, True, source + tile.key_dim * tile.raw_stride,
-                k + tile.key_dim * (2 * n_keys), n_keys, tile.value_pad, tile.value_dim, 64, tid)  # fmt: skip
-
-
-@step
-def start_copy(tile, stage_block, shared, raw, k, v, n_keys, first, tid):
-    """Begin to bring a block of keys and values, to its place or raw. Always closes a group of copies, even an empty one."""
-    if int32(first) < n_keys:
-        if tile.realigned:
-            copy_raw(tile, raw, k, n_keys, first, tid)
-        else:
-            stage_block(tile, shared, k, v, n_keys, first, tid)
-    cp_async_commit()
-
-
+# ---- the ring of stages ------------------------------------------------------------------------------------------------
 @step
 def keys_descriptor(shared, tile_bytes):
     """[channel][64 keys] tiles, tile_bytes apart; add (byte offset >> 4) to move."""
@@ -236,13 +219,13 @@ def values_descriptor(shared):
 def no_values(tile, shared, tid):
     """Descriptor of a block of values that is all zeros, to be visible at the next barrier.
 
-    Every group of 8 channels (stride 0) reads the same 1024 bytes, the last of each tile of the stage at `shared`; the
-    queries, which borrow that stage, end before them.
+    Every group of 8 channels (stride 0) reads the same 1024 bytes, at one place in each tile of the stage at `shared`, which
+    the queries borrow and which the keys do not need yet.
     """
     for b in range(tile.BN // 64):
         if tid < 64:
-            st_shared_v4_u32(shared + (b + 1) * tile.tile_bytes - 1024 + 16 * tid, 0, 0, 0, 0)
-    return 1 << 62 | 1 << 16 | (shared + tile.tile_bytes - 1024 & 0x3FFFF) >> 4
+            st_shared_v4_u32(shared + b * tile.tile_bytes + tile.zeros_offset + 16 * tid, 0, 0, 0, 0)
+    return 1 << 62 | 1 << 16 | (shared + tile.zeros_offset & 0x3FFFF) >> 4
 
 
 @step
@@ -334,8 +317,18 @@ def write_output(tile, acc, l_i, out, n_queries, first, shared, first_row, tid):
     barrier()
     if tile.tokens_first:
         row_bytes = tile.item * tile.value_dim
-        write_rows(tile, out + first * row_bytes, row_bytes, shared, tile.BM, n_queries - first, tile.value_pad,
-                   tile.value_dim, tid)  # fmt: skip
+        write_rows(
+            tile, out + first * row_bytes, row_bytes, shared, tile.BM, n_queries - first, tile.value_pad, tile.value_dim, tid
+        )
     else:
-        write_rows(tile, out + tile.item * first, tile.item * n_queries, shared, tile.value_pad, tile.value_dim, tile.BM,
-                   n_queries - first, tid)  # fmt: skip
+        write_rows(
+            tile,
+            out + tile.item * first,
+            tile.item * n_queries,
+            shared,
+            tile.value_pad,
+            tile.value_dim,
+            tile.BM,
+            n_queries - first,
+            tid,
+        )

@@ -66,6 +66,7 @@ class Tile(NamedTuple):
     raw_bytes: int
     tile_bytes: int  # wgmma: 64 keys and their values
     query_offset: int
+    zeros_offset: int
     tail: int
     split_offset: int  # TF32 wgmma: where the blocks in high and low parts begin
     split_bytes: int
@@ -96,7 +97,9 @@ class TileConfig:
     item = 2
     query_warps = key_warps = 1
     BN = value_stride = values_offset = keys_offset = output_stride = merge_stride = maxima_offset = sums_offset = 0
-    tile_bytes = query_offset = tail = split_offset = split_bytes = group_bytes = query_stride = key_stride = raw_offset = 0
+    tile_bytes = query_offset = zeros_offset = tail = split_offset = split_bytes = group_bytes = query_stride = (
+        key_stride
+    ) = raw_offset = 0
     revision = REVISION
     granule = 16
     smallest_arch = 80
@@ -152,8 +155,10 @@ class TileConfig:
             (1 <= self.key_dim <= 128, f"key_dim must be 1 to 128, got {self.key_dim}"),
             (1 <= self.value_dim <= 128, f"value_dim must be 1 to 128, got {self.value_dim}"),
             (self.copy in (2, 4, 8, 16) and self.copy >= self.item, f"copy must be 16, 8, 4 or an element, got {self.copy}"),
-            (not self.realigned or (self.item == 2 and not self.tokens_first and self.copy < 16),
-             "only 16-bit channel rows that begin at odd places are realigned"),  # fmt: skip
+            (
+                not self.realigned or (self.item == 2 and not self.tokens_first and self.copy < 16),
+                "only 16-bit channel rows that begin at odd places are realigned",
+            ),
             (1 <= self.blocks_per_sm <= 16, f"blocks_per_sm must be 1 to 16, got {self.blocks_per_sm}"),
             *self.rules(),
         ]
@@ -370,220 +375,4 @@ class Tf32TileConfig(TileConfig):
             (2 <= self.stages <= 4, "stages must be 2, 3 or 4: one is read while the others fill"),
             (0 < self.threads <= 1024, f"{self.threads} threads are not within the 1024 of a block"),
             (self.key_warps == 1 or not self.tokens_first, "keys can be split over warps only with channels first"),
-        ]
-
-
-@dataclass(frozen=True)
-class WarpgroupTileConfig(TileConfig):
-    """Tiles of the wgmma forward: `warpgroups` x 64 queries, each by BN keys a step, `key_groups` of them at once.
-
-    One key group ends with a narrower product of `tail` keys, N % BN up to a multiple of 16; several take turns with blocks
-    of keys, and mask the last. Shared memory, from a multiple of 1024: for each group `stages` times BN/64 swizzled tiles
-    [key_pad + value_pad][64 keys]. The queries borrow the last stage of group 0, which is filled first in iteration 1.
-    """
-
-    warpgroups: int = 1
-    key_groups: int = 1
-    BN: int = 64
-    tail: int = 0
-    bf16: bool = False
-    smallest_arch = 90
-    key_stride = value_stride = 128
-
-    @property
-    def BM(self) -> int:
-        return 64 * self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.warpgroups * self.key_groups
-
-    @property
-    def stagers(self) -> int:
-        return 128 * self.warpgroups
-
-    @property
-    def block_keys(self) -> int:
-        return self.BN
-
-    @property
-    def raw_offset(self) -> int:
-        return self.stages * self.stage_bytes
-
-    @property
-    def group_bytes(self) -> int:
-        """All that a key group has: its stages, and two raw blocks if realigned."""
-        return padded(self.raw_offset + 2 * self.raw_bytes, 1024)
-
-    @property
-    def query_warps(self) -> int:
-        return 4 * self.warpgroups
-
-    @property
-    def key_warps(self) -> int:
-        return self.key_groups
-
-    @property
-    def query_stride(self) -> int:
-        return 2 * (self.BM + 8)
-
-    output_stride = query_stride
-
-    @property
-    def values_offset(self) -> int:
-        return 128 * self.key_pad
-
-    @property
-    def tile_bytes(self) -> int:
-        return 128 * (self.key_pad + self.value_pad)
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.BN // 64 * self.tile_bytes
-
-    @property
-    def query_offset(self) -> int:
-        return (self.stages - 1) * self.stage_bytes
-
-    @property
-    def merge_stride(self) -> int:
-        return 4 * (self.BM + 4)
-
-    @property
-    def maxima_offset(self) -> int:
-        return self.key_groups * self.value_pad * self.merge_stride
-
-    @property
-    def sums_offset(self) -> int:
-        return self.maxima_offset + 4 * self.key_groups * self.BM
-
-    @property
-    def fragment_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """q, p, s, acc, rows as in MmaTileConfig, then p and s of the tail."""
-        return (
-            (1, self.key_pad // 16, 4),
-            (self.BN // 16, 4),
-            (1, self.BN // 8, 4),
-            (1, self.value_pad // 8, 4),
-            (1, 2),
-            (max(self.tail // 16, 1), 4),
-            (1, max(self.tail // 8, 1), 4),
-        )
-
-    @cached_property
-    def shared_bytes(self) -> int:
-        output = self.value_pad * self.query_stride
-        merge = self.sums_offset + 4 * self.key_groups * self.BM
-        return 1024 + max(self.key_groups * self.group_bytes, output if self.key_groups == 1 else merge)
-
-    def rules(self):
-        return [
-            (not self.tokens_first, "the wgmma kernel reads channels first"),
-            (self.BN in (64, 128, 192), "BN must be 64, 128 or 192: swizzled tiles hold 64 keys"),
-            (3 <= self.stages <= 5, "stages must be 3, 4 or 5: the values of the block before are still being read"),
-            (not self.realigned or self.stages == 3, "realigned blocks need exactly 3 stages"),
-            (self.tail % 16 == 0 and 0 <= self.tail <= self.BN, f"tail must be a multiple of 16 up to BN = {self.BN}"),
-            (self.key_groups == 1 or self.tail == 0, "several key groups mask the last block, they have no tail"),
-            (self.key_pad * self.query_stride <= self.tile_bytes - 1024, "the queries do not fit into the tile they borrow"),
-            (self.warpgroups in (1, 2, 3, 4), "warpgroups must be 1 to 4"),
-            (self.threads <= 1024, f"{self.threads} threads are not within the 1024 of a block"),
-        ]
-
-
-@dataclass(frozen=True)
-class Tf32WarpgroupTileConfig(TileConfig):
-    """Tiles of the float32 forward on wgmma: 64 queries a block, 32 keys a step, `key_groups` warpgroups that take turns.
-
-    Shared memory of a key group, from a multiple of 1024: two blocks in high and low parts, K as [key][channel] and V as
-    [channel][key], then two blocks as they come, [channel][key]; rows of 128 bytes, swizzled. The queries borrow the second
-    split block of group 0.
-    """
-
-    key_groups: int = 1
-    exact: bool = True
-    copy: int = 16
-    stages: int = 2
-    item = 4
-    smallest_arch = 90
-    granule = 8
-    BM, BN = 64, 32
-    query_warps = 4
-    key_stride = value_stride = 128
-
-    @property
-    def key_pad(self) -> int:
-        return 32
-
-    @property
-    def key_warps(self) -> int:
-        return self.key_groups
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.key_groups
-
-    @property
-    def stagers(self) -> int:
-        return 128
-
-    query_stride = 4 * (64 + 8)
-
-    @property
-    def values_offset(self) -> int:
-        return 128 * self.key_pad
-
-    @property
-    def tile_bytes(self) -> int:
-        return 128 * (self.key_pad + self.value_pad)
-
-    @property
-    def split_bytes(self) -> int:
-        return 2 * self.tile_bytes
-
-    @property
-    def query_offset(self) -> int:
-        return self.split_bytes
-
-    @property
-    def split_offset(self) -> int:
-        return 0
-
-    @property
-    def keys_offset(self) -> int:
-        return 2 * self.split_bytes
-
-    @property
-    def stage_bytes(self) -> int:
-        """Of one key group, all its blocks."""
-        return 2 * self.split_bytes + 2 * self.tile_bytes
-
-    @property
-    def merge_stride(self) -> int:
-        return 4 * (self.BM + 4)
-
-    @property
-    def maxima_offset(self) -> int:
-        return self.key_groups * self.value_pad * self.merge_stride
-
-    @property
-    def sums_offset(self) -> int:
-        return self.maxima_offset + 4 * self.key_groups * self.BM
-
-    @property
-    def fragment_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """One lane's q, p, s, acc and rows; of q and p there is a high and a low part, and acc has a part of one block."""
-        return (4, 4), (4, 4), (1, 4, 4), (1, self.value_pad // 8, 4), (1, 2)
-
-    @cached_property
-    def shared_bytes(self) -> int:
-        merge = self.sums_offset + 4 * self.key_groups * self.BM
-        return 1024 + max(self.key_groups * self.stage_bytes, merge if self.key_groups > 1 else 0)
-
-    def rules(self):
-        return [
-            (not self.tokens_first, "the wgmma kernel reads channels first"),
-            (self.key_dim <= 32, f"key_dim must be at most 32, one row of 128 bytes, got {self.key_dim}"),
-            (self.stages == 2, "there are two stages, one split and one arriving"),
-            (32 * self.query_stride <= self.split_bytes, "the queries do not fit into the block they borrow"),
-            (1 <= self.key_groups <= 3, "key_groups must be 1 to 3"),
         ]

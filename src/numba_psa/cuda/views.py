@@ -49,7 +49,9 @@ def _common_dtype(dtypes: tuple[tuple[str, np.dtype], ...]) -> np.dtype:
     """The one dtype of these (name, dtype) pairs, which kernels take."""
     dtype = check_dtypes(**dict(dtypes))
     if dtype == FLOAT64:
-        raise DTypeError("impl='cuda' takes float16, bfloat16 and float32, not float64: impl='mirror', 'cpu' and 'oracle' do")
+        raise DTypeError(
+            "impl='cuda' takes float16, bfloat16 and float32, not float64: impl='mirror', 'cpu' and 'oracle' do"
+        )
     return dtype
 
 
