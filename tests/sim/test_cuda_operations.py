@@ -46,6 +46,18 @@ def test_targets_plans_and_what_backward_needs():
     np.testing.assert_allclose(l, oracle.psa_attention(qkv, 1, save_for_backward=True)[1][1], rtol=1e-6, atol=1e-6)
 
 
+def test_plans_refuse_what_they_are_not_for():
+    shape = PSAShape(1, 1, 4, 2, 3)
+    plan = cuda.plan_psa_attention(shape, HALF)
+    qkv, out = np.zeros(shape.qkv, HALF), np.zeros(shape.out, HALF)
+    with pytest.raises(ShapeError, match="qkv has W = 2"):
+        plan(qkv[..., :2], out)
+    with pytest.raises(DTypeError, match="out has dtype float32, the plan is for float16"):
+        plan(qkv, out.astype(SINGLE))
+    with pytest.raises(ParameterError, match="no multiple of the 2 bytes"):
+        plan(qkv.ctypes.data + 1, out.ctypes.data)
+
+
 def test_strided_arrays_and_targets():
     room = np.random.default_rng(1).standard_normal((1, 16, 3, 8)).astype(HALF)
     out = np.full((1, 8, 3, 8), 7, HALF)

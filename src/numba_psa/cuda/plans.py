@@ -17,7 +17,7 @@ from numba_psa._numba_cuda import SIMULATED, cuda
 from numba_psa.cuda.choice import Choice, Problem, choose
 from numba_psa.cuda.forward import SIGNATURE
 from numba_psa.cuda.launching import architecture, current_device, head_runs, kernel
-from numba_psa.cuda.views import dtype_of, stream_handle
+from numba_psa.cuda.views import dtype_of, kind_of, stream_handle
 from numba_psa.errors import DTypeError, ParameterError
 from numba_psa.numerics import FLOAT32, FLOAT64, LOG2E, check_scale, float_dtype
 from numba_psa.shapes import OUT_AXES, QKV_AXES, PSAShape, check_shape
@@ -67,42 +67,36 @@ class AttentionPlan:
         self._problem = Problem(
             shape.bh, shape.n, shape.n, shape.key_dim, shape.head_dim, self.dtype, saves_l=saves_l, exact=exact
         )
-        self._device = current_device()
         self._launchers: dict[int, Launcher] = {}
         self._known: set[tuple] = set()
         self._row = shape.n * self.dtype.itemsize
-        if shape.bh and shape.n:
-            self._launcher(16)
-        else:
-            self._problem.check_widths()
+        self._problem.check_widths()
+        self._aligned = self._launcher(16) if shape.bh and shape.n else None
 
     @property
     def choice(self) -> Choice:
         """The kernel and config that run where addresses are multiples of 16."""
         return self._launcher(16).choice
 
-    def __call__(self, qkv: Any, out: Any, stream: Any = None, *, l: int = 0) -> None:
+    def __call__(self, qkv: Any, out: Any, stream: Any = None) -> None:
         source, target = self._address(qkv, "qkv"), self._address(out, "out")
-        if stream is None and type(qkv) is not int:
-            stream = stream_handle(None, type(qkv).__module__.partition(".")[0], qkv)
-        elif type(stream) is not int:
-            stream = stream_handle(stream)
-        self.launch(source, target, l, stream)
+        if type(stream) is not int:
+            stream = stream_handle(stream) if type(qkv) is int else stream_handle(stream, kind_of(qkv), qkv)
+        self.launch(source, target, 0, stream)
 
     def launch(self, qkv: int, out: int, l: int, stream: int) -> None:
-        """The same for addresses."""
-        if not self._row or not self._problem.heads:
+        """The same for addresses, and for the one that l is stored to if the plan saves it."""
+        if self._aligned is None:  # no element
             return
         part = self.shape.key_dim * self._row
-        launcher = self._launchers.get(1) if (qkv | out) & 15 == 0 else None
-        launcher = launcher or self._launcher(gcd(16, qkv, out))
+        launcher = self._aligned if (qkv | out) & 15 == 0 else self._launcher(gcd(16, qkv, out))
         launcher(stream, qkv, qkv + part, qkv + 2 * part, out, l, self._scale)
 
     def _launcher(self, alignment: int) -> Launcher:
+        if alignment < self.dtype.itemsize:
+            raise ParameterError(f"an address is no multiple of the {self.dtype.itemsize} bytes of {self.dtype}")
         if alignment not in self._launchers:
             self._launchers[alignment] = Launcher(replace(self._problem, alignment=alignment))
-            if alignment == 16:
-                self._launchers[1] = self._launchers[16]
         return self._launchers[alignment]
 
     def _address(self, array: Any, name: str) -> int:

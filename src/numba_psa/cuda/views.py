@@ -97,6 +97,8 @@ class Call:
         """Where a result goes: the caller's array, checked, or a new one. `finish` hands it back."""
         if given is None:
             return self.empty(shape)
+        if self.kind == "dlpack":
+            raise ParameterError(f"{name}: {type(given).__name__} comes by DLPack only, which is for reading")
         if kind_of(given) != self.kind:
             raise DTypeError(f"{name} must be the same kind of array as the inputs, got {type(given).__name__}")
         check_shape(name, tuple(given.shape), tuple(shape), axes)
