@@ -22,7 +22,8 @@ from numba_psa._numba_cuda import (
     to_numba_array,
     write_back,
 )
-from numba_psa.errors import DTypeError, ParameterError, ShapeError
+from numba_psa.arrays import check_target
+from numba_psa.errors import DTypeError, ShapeError
 from numba_psa.mirror.elements import ELEMENTS, Element
 from numba_psa.numerics import accumulator_dtype, check_dtypes
 from numba_psa.shapes import check_shape
@@ -69,15 +70,16 @@ class Call:
         """A flat device array to write into: the caller's array, checked, or zeros."""
         if given is None:
             return self.zeros(shape)
-        if is_device_array(given) != self.on_device or not (self.on_device or isinstance(given, np.ndarray)):
-            kind = "device array" if self.on_device else "numpy.ndarray"
-            raise DTypeError(f"{name} is changed in place: like the inputs it must be a {kind}, got {type(given).__name__}")
-        array = to_numba_array(given) if self.on_device else given
-        check_shape(name, array.shape, shape, axes)
-        if array.dtype != self.dtype:
-            raise DTypeError(f"{name} has dtype {array.dtype}, expected {self.dtype}")
-        if not self.on_device and not array.flags.writeable:
-            raise ParameterError(f"{name} is read-only, but the result is written into it")
+        if self.on_device:
+            if not is_device_array(given):
+                raise DTypeError(f"{name} must be a device array like the inputs, got {type(given).__name__}")
+            array = to_numba_array(given)
+            check_shape(name, array.shape, shape, axes)
+            if array.dtype != self.dtype:
+                raise DTypeError(f"{name} has dtype {array.dtype}, expected {self.dtype}")
+        else:
+            check_target(name, given, shape, axes, self.dtype)
+            array = given
         flat = self._upload(array, self.element.storage)
         if not self.on_device:
             self._unfinished.append(lambda: np.copyto(given, self.result(flat, shape)))
