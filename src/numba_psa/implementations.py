@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ from numba_psa.errors import BackendUnavailableError, ParameterError
 IMPLEMENTATIONS = ("oracle", "mirror", "cpu", "cuda")
 
 
+@cache
 def implementation(name: str) -> ModuleType:
     """The namespace `numba_psa.<name>`: one of oracle, mirror, cpu, cuda, each with the operations of the contract.
 
