@@ -48,18 +48,21 @@ def fuzz(
     """
     from rich.console import Console
 
+    from numba_psa.commands.extras import need
     from numba_psa.errors import NumbaPSAError
 
     console = Console(soft_wrap=True, highlight=False)
     try:
+        need("fuzz", "hypothesis", "jsonschema", *(("redis",) if (database or "").startswith("redis") else ()))
+        need("fuzz", *(("safetensors",) if format == "safetensors" else ()))
         run = _Run(op, target, exec_, dtype, timeout, format, max_tokens, contiguous, allow_nondeterminism, xfails, database)
         results = run.replay(replay) if replay else run.search(console, max_examples, seed)
         reports = [_show(console, result, run, save) for result in results]
-    except NumbaPSAError as error:
+        if json_file:
+            json_file.write_text(json.dumps({"about": run.about(seed, max_examples), "results": reports}, indent=1) + "\n")
+    except (NumbaPSAError, OSError) as error:
         typer.echo(f"numba-psa fuzz: {error}", err=True)
         raise typer.Exit(2) from error
-    if json_file:
-        json_file.write_text(json.dumps({"about": run.about(seed, max_examples), "results": reports}, indent=1) + "\n")
     if not any(result.examples for result in results):
         typer.echo("numba-psa fuzz: no case was run: every one is skipped", err=True)
         raise typer.Exit(2)

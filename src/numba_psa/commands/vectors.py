@@ -15,10 +15,13 @@ app = typer.Typer(
 Op = Annotated[list[str] | None, typer.Option("--op", help="Only this operation; may be repeated.")]
 
 
-def _ops(names: list[str] | None) -> tuple[str, ...]:
+def _ops(names: list[str] | None, storage: str = "bin") -> tuple[str, ...]:
+    """The operations asked for, once it is clear that the files can be read and written."""
+    from numba_psa.commands.extras import need
     from numba_psa.contract import OPERATIONS
     from numba_psa.errors import ParameterError
 
+    need("fuzz", "jsonschema", *(("safetensors",) if storage == "safetensors" else ()))
     for name in names or ():
         if name not in OPERATIONS:
             raise ParameterError(f"--op must be one of {', '.join(OPERATIONS)}, got {name!r}")
@@ -51,7 +54,7 @@ def write(
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("writing", total=None)
             count = vectors.write(
-                folder, suite, _ops(op), format, lambda done, of: progress.update(task, completed=done, total=of)
+                folder, suite, _ops(op, format), format, lambda done, of: progress.update(task, completed=done, total=of)
             )
     except (NumbaPSAError, OSError) as error:
         raise _usage(error) from error
@@ -111,6 +114,7 @@ def show(case: Annotated[Path, typer.Argument(help="The folder of one case.")]) 
     from numba_psa.testing.casefiles import read_case, read_manifest
 
     try:
+        _ops(None)
         stored, manifest = read_case(case), read_manifest(case, "case")
     except NumbaPSAError as error:
         raise _usage(error) from error

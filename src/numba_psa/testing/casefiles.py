@@ -185,7 +185,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise VectorError(f"{path}: there is no manifest") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise VectorError(f"{path}: not a manifest: {error}") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != f"numba-psa {kind}":

@@ -102,7 +102,8 @@ class WorkerTarget:
         kind, content = self._receive(STARTUP_SECONDS)
         if kind != "ready":
             self.close()
-            raise ParameterError(f"--target {self.spec}: {content}")
+            text = content if kind == "unusable" else f"{content[0]} while it is imported: {content[1]}"
+            raise ParameterError(f"--target {self.spec}: {text}")
 
     def _receive(self, seconds: float) -> tuple[str, Any]:
         try:
