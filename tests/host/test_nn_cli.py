@@ -79,6 +79,7 @@ def test_what_cannot_be_done_is_one_clear_line(tmp_path, x):
     (tmp_path / "text.npy").write_text("no array")
     Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(tmp_path / "image.png")
     np.save(tmp_path / "wrong.npy", normal(1, 64, 3, 4))
+    np.save(tmp_path / "nan.npy", np.full((1, 128, 2, 3), np.nan, np.float32))
     np.savez(tmp_path / "none.npz", x=np.zeros(3))
     infer = ("infer", "--weights", C2PSA, "--prefix", "")
     write = ("--output", tmp_path / "y.npy")
@@ -95,9 +96,11 @@ def test_what_cannot_be_done_is_one_clear_line(tmp_path, x):
         ((*infer, "--input", tmp_path / "image.png", *write), "give the network as .onnx"),
         ((*infer, "--input", tmp_path / "none.npz", *write), "is no picture"),
         ((*infer, "--input", path, *draw, "--query", "here"), "--query must be two numbers y,x"),
-        ((*infer, "--input", path, *draw, "--query", "2,0"), "query must be y,x inside the 2×3 tokens"),
+        ((*infer, "--input", path, *draw, "--query", "2,0"), "query y must be 0 to 1, got 2"),
         ((*infer, "--input", path, *draw, "--head", 1), "head must be 0 to 0"),
+        ((*infer, "--input", tmp_path / "nan.npy", *draw), "makes the attention NaN"),
         ((*infer, "--input", path, "--heatmap", tmp_path / "map.what"), "unknown file extension"),
+        ((*infer, "--input", path, *write, "--imgsz", 10**9), "16384"),
         (("weights", tmp_path / "none.npz"), "holds no attention layer"),
         (("weights", tmp_path / "model.pt"), "is a pickle"),
         (("weights", C2PSA, "--imgsz", 0), "imgsz must be at least 1"),

@@ -183,8 +183,11 @@ def test_attention_maps_are_the_weights_of_the_attention(layer_class, block):
 
 def test_attention_map_refuses_what_is_not_there():
     layer, x = build(), normal(1, 17, 3, 4)
-    for bad in ({"query": (3, 0)}, {"query": (0, -1)}, {"head": 2}, {"head": -1}, {"block": 1}):
+    for bad in ({"query": (3, 0)}, {"query": (0, -1)}, {"query": (1,)}, {"head": 2}, {"head": -1}, {"block": 1}):
         with pytest.raises(ParameterError, match=next(iter(bad))):
+            layer.attention_map(x, **{"query": (0, 0), **bad})
+    for bad in ({"query": (0.0, 1)}, {"head": True}, {"block": "0"}):
+        with pytest.raises(DTypeError, match=next(iter(bad))):
             layer.attention_map(x, **{"query": (0, 0), **bad})
 
 

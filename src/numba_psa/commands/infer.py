@@ -16,7 +16,7 @@ def infer(
     impl: Annotated[str, typer.Option(help="cpu or oracle.")] = "cpu",
     num_heads: Annotated[int | None, typer.Option(help="Default: max(c // 64, 1).")] = None,
     imgsz: Annotated[
-        int, typer.Option(help="The longer side of a picture is resized to this, if the network lets it.")
+        int, typer.Option(min=32, max=16384, help="The longer side of a picture is resized to this, if the network lets it.")
     ] = 640,
     heatmap: Annotated[Path | None, typer.Option(help="Draw where the query token looks into this picture.")] = None,
     query: Annotated[str | None, typer.Option(help="y,x of the query token; default: the one in the middle.")] = None,
@@ -42,6 +42,7 @@ def infer(
 def _infer(weights, input, output, prefix, impl, num_heads, imgsz, heatmap, query, head, block) -> None:
     import numpy as np
 
+    from numba_psa.errors import ParameterError
     from numba_psa.nn import picture
     from numba_psa.nn.discover import layer_class
     from numba_psa.nn.files import read_state
@@ -63,11 +64,11 @@ def _infer(weights, input, output, prefix, impl, num_heads, imgsz, heatmap, quer
     if heatmap is not None:
         token = _token(query, x.shape[2:])
         weights_of_token = layer.attention_map(x[:1], token, head, block)[0]
+        if not np.isfinite(weights_of_token).all():
+            raise ParameterError(f"there is no heatmap: {input} makes the attention NaN")
         try:
             picture.heatmap(weights_of_token, token, image).save(heatmap)
         except ValueError as error:  # Pillow does not know the suffix
-            from numba_psa.errors import ParameterError
-
             raise ParameterError(f"--heatmap {heatmap}: {error}") from error
         peak = np.unravel_index(weights_of_token.argmax(), weights_of_token.shape)
         looks = f"most at {peak[0]},{peak[1]} ({weights_of_token.max():.3f})"
@@ -89,7 +90,6 @@ def _features(weights: Path, prefix: str, image, imgsz: int):
     """(x that enters the layer at `prefix` when the network sees the picture, the picture in its frame)."""
     from numba_psa.errors import ParameterError
     from numba_psa.nn import onnx_graph, picture
-    from numba_psa.shapes import check_count
 
     if weights.suffix.lower() != ".onnx":
         raise ParameterError(
@@ -97,7 +97,7 @@ def _features(weights: Path, prefix: str, image, imgsz: int):
             "give the network as .onnx, or the layer's input as .npy"
         )
     model = onnx_graph.parse(weights, weights.read_bytes())
-    image = picture.framed(image, check_count("imgsz", imgsz, picture.STRIDE), onnx_graph.image_size(model))
+    image = picture.framed(image, imgsz, onnx_graph.image_size(model))
     first = onnx_graph.first_conv(model, prefix)
     return onnx_graph.tensors(model, weights, [first], picture.network_input(image))[0], image
 

@@ -26,7 +26,7 @@ def read_state(path: str | PathLike[str]) -> dict[str, np.ndarray]:
     suffix = path.suffix.lower()
     if suffix in (".pt", ".pth"):
         raise WeightsError(
-            f"{path} is a pickle, which runs code when it is loaded. If you trust it, convert it once, where PyTorch is:\n"
+            f"{path} is a pickle, which runs code when it is loaded. If you trust it, convert it where Ultralytics is:\n"
             f"    model = torch.load({str(path)!r}, map_location='cpu', weights_only=False)['model'].float()\n"
             f"    safetensors.torch.save_file(model.state_dict(), {str(path.with_suffix('.safetensors'))!r})"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from numbers import Integral
 from os import PathLike
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from numba_psa import oracle
 from numba_psa.arrays import as_floats, check_target, quiet
-from numba_psa.errors import BackendUnavailableError, ParameterError, ShapeError
+from numba_psa.errors import BackendUnavailableError, DTypeError, ParameterError, ShapeError
 from numba_psa.implementations import default_implementation, implementation
 from numba_psa.nn.conv import Conv
 from numba_psa.nn.exact import Exact, split_heads
@@ -27,6 +28,14 @@ from numba_psa.shapes import OUT_AXES, check_count, check_rank
 
 PLANS = 8
 """Input sizes that a layer keeps buffers for; the one not used for longest goes first."""
+
+
+def _index(name: str, value: Any, count: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise DTypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+    if not 0 <= value < count:
+        raise ParameterError(f"{name} must be 0 to {count - 1}, got {value}")
+    return int(value)
 
 
 class Layer:
@@ -50,7 +59,7 @@ class Layer:
         Arrays are float16, bfloat16, float32 or float64. Each convolution has `.conv.weight`, and either `.conv.bias` (batch
         norm folded) or `.bn.weight`, `.bn.bias`, `.bn.running_mean`, `.bn.running_var` (folded here, in float64, eps 1e-3).
         Widths and the number of blocks are what the shapes say. num_heads cannot be seen in them: default max(c // 64, 1).
-        shortcut=False drops the residual additions.
+        shortcut=False drops the residual additions. Both are keywords; Attention has no shortcut.
         Raises WeightsError with every name that is missing, unexpected or wrong; ShapeError where num_heads does not fit.
         """
         found = select(state, prefix)
@@ -116,14 +125,14 @@ class Layer:
         (x,), _ = as_floats(x=x)
         self._check(x)
         height, width = x.shape[2:]
-        if not 0 <= block < len(self.attentions):
-            raise ParameterError(f"block must be 0 to {len(self.attentions) - 1}, got {block}")
+        block = _index("block", block, len(self.attentions))
         attention = self.attentions[block]
-        if not 0 <= head < attention.num_heads:
-            raise ParameterError(f"head must be 0 to {attention.num_heads - 1}, got {head}")
-        row, column = query
-        if not (0 <= row < height and 0 <= column < width):
-            raise ParameterError(f"query must be y,x inside the {height}×{width} tokens, got {row},{column}")
+        head = _index("head", head, attention.num_heads)
+        if np.shape(query) != (2,):
+            raise ParameterError(f"query must be y,x, got {query!r}")
+        row, column = (
+            _index(f"query {axis}", at, size) for axis, at, size in zip("yx", query, (height, width), strict=True)
+        )
         run = Exact()
         with quiet():
             self.forward(run, x.astype(np.float64))
