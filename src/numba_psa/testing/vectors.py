@@ -34,7 +34,7 @@ from numba_psa.testing.casefiles import (
     write_case,
     write_manifest,
 )
-from numba_psa.testing.check import move, moved_arguments, upstream_norm
+from numba_psa.testing.check import factor_of, move, moved_arguments, upstream_norm
 from numba_psa.testing.compare import Problem, Report, problem_of, within
 from numba_psa.testing.stock import STOCK_MODELS, STOCK_SIDES
 from numba_psa.testing.values import make_case, value_kinds
@@ -96,7 +96,7 @@ def _tolerances(case: Case, wide: Mapping[str, np.ndarray], expected: Mapping[st
     for pattern, moved in enumerate(moved_arguments(case.operation, case)):
         keep = functools.partial(move, pattern=pattern, name="saved", dtype=case.dtype)
         references.append(results(Case(case.op, moved), keep=keep))
-    size, factor, found = upstream_norm(case.operation, case), case.operation.factor, {}
+    size, factor, found = upstream_norm(case.operation, case), factor_of(case.operation, case), {}
     for name, x in expected.items():
         verdict = judge(x, wide[name], [r[name] for r in references], factor=factor, reference_norm=size)
         half_eps = machine_epsilon(x.dtype) / 2
