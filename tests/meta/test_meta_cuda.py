@@ -44,14 +44,10 @@ import numba_psa.cuda.merge as steps
 steps.agree_on_maximum = lambda *arguments: None
 checks.test_mma_forward_on_channels_first({"query_warps": 1, "key_warps": 2, "BN": 16}, 1, 40, {"amplitude": 4.0})
 """,
-    "values of the block before are read from this one": """
+    "values are read from the wrong channels": """
 import numba_psa.cuda.forward_wgmma as kernel
-original = kernel.attend
-def attend(*arguments):
-    arguments = list(arguments)
-    arguments[11] = arguments[10]
-    original(*arguments)
-kernel.attend = attend
+original = kernel.values_descriptor
+kernel.values_descriptor = lambda shared: original(shared + 1024)
 checks.test_wgmma_forward({"tail": 16}, 72, {})
 """,
 }

@@ -75,17 +75,8 @@ def make_forward(config):
         )
         stage_query(tile, shared, head.q, n_queries, first_query, at.tid)
         for j in range(LEAD):
-            start_copy(
-                tile,
-                stage_keys_values,
-                ring + j * tile.stage_bytes,
-                raw + j * tile.raw_bytes,
-                head.k,
-                head.v,
-                n_keys,
-                j * block,
-                at.tid,
-            )
+            target, aside = ring + j * tile.stage_bytes, raw + j * tile.raw_bytes
+            start_copy(tile, stage_keys_values, target, aside, head, n_keys, j * block, at.tid)
         if tile.realigned:
             wait_for_copies(1)
             barrier()
@@ -97,17 +88,8 @@ def make_forward(config):
             barrier()
             if j == 0:
                 load_query(tile, q, queries, scale)
-            start_copy(
-                tile,
-                stage_keys_values,
-                ring + ahead,
-                raw + (j & 1) * tile.raw_bytes,
-                head.k,
-                head.v,
-                n_keys,
-                (j + LEAD) * block,
-                at.tid,
-            )
+            aside = raw + (j & 1) * tile.raw_bytes
+            start_copy(tile, stage_keys_values, ring + ahead, aside, head, n_keys, (j + LEAD) * block, at.tid)
             keys_left = n_keys - j * block - at.key_warp * tile.BN
             if keys_left > 0:
                 scores(tile, s, q, keys + stage)  # S = Q K^T

@@ -52,7 +52,7 @@ def make_forward_tf32(config):
         values = ring + mine + tile.values_offset + (at.lane >> 2) * tile.value_stride + 32 * column
         stage_query(tile, shared, head.q, n_queries, first_query, at.tid)
         for j in range(tile.stages - 1):
-            start_copy(tile, stage_keys_values, ring + j * tile.stage_bytes, 0, head.k, head.v, n_keys, j * block, at.tid)
+            start_copy(tile, stage_keys_values, ring + j * tile.stage_bytes, 0, head, n_keys, j * block, at.tid)
 
         stage, ahead = 0, (tile.stages - 1) * tile.stage_bytes  # the stage being read, the stage being filled
         for j in range((n_keys + block - 1) // block):
@@ -60,9 +60,7 @@ def make_forward_tf32(config):
             barrier()
             if j == 0:
                 load_query_tf32(tile, q_high, q_low, queries, scale)
-            start_copy(
-                tile, stage_keys_values, ring + ahead, 0, head.k, head.v, n_keys, (j + tile.stages - 1) * block, at.tid
-            )
+            start_copy(tile, stage_keys_values, ring + ahead, 0, head, n_keys, (j + tile.stages - 1) * block, at.tid)
             keys_left = n_keys - j * block - at.key_warp * tile.BN
             if keys_left > 0:
                 scores_tf32(tile, s, q_high, q_low, queries, k_high, k_low, keys + stage, scale)  # S = Q K^T

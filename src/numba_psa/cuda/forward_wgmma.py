@@ -63,45 +63,6 @@ def wait_for_stage(tile, group):
         named_barrier(1 + group, tile.stagers)
 
 
-@step
-def attend(
-    tile,
-    q,
-    s,
-    p,
-    p_before,
-    m_i,
-    l_i,
-    acc,
-    alpha,
-    keys,
-    values_before,
-    scale,
-    shared,
-    lane,
-    valid,
-    BLOCK,
-    BLOCK_BEFORE,
-    KEY_PAD,
-    VALUE_PAD,
-    TILE_BYTES,
-    BF16,
-):
-    """p = exp(q k^T - m_i) of this block while acc += p_before v_before runs. Capitals are constants of the kernel."""
-    wgmma_scores(s, q, keys, BLOCK, KEY_PAD, BF16)  # S = Q K^T, in flight
-    wgmma_values(acc, p_before, values_before, VALUE_PAD, BLOCK_BEFORE, TILE_BYTES, BF16)  # O += P V of block j-1
-    wgmma_wait(1, s, BLOCK)
-    if valid < BLOCK:
-        mask_tail(s, valid, lane)
-    grown = raise_maximum(s, m_i, l_i, alpha, scale)
-    exponentiate(s, m_i, l_i, scale)  # P = exp(S - m)
-    keep_above(l_i[0, 0] + l_i[0, 1], shared)
-    wgmma_wait_both(acc, VALUE_PAD, s, BLOCK)
-    if grown:
-        rescale(acc, alpha)
-    pack_block(tile.bf16, p, s)
-
-
 def make_forward_wgmma(config):
     """The kernel for one WarpgroupTileConfig. It closes over integers only, so that its compiled form can be cached."""
     tile = config.constants()
@@ -109,6 +70,22 @@ def make_forward_wgmma(config):
     KEY_PAD, VALUE_PAD, TILE_BYTES, BF16 = config.key_pad, config.value_pad, config.tile_bytes, int(config.bf16)
     LEAD = config.stages - 2 + config.realigned  # blocks on their way when a turn begins
     BN, TAIL, GROUPS = config.BN, config.tail, config.key_groups
+
+    @step
+    def attend(q, s, p, p_before, m_i, l_i, acc, alpha, keys, values_before, scale, shared, lane, valid, BLOCK):
+        """p = exp(q k^T - m_i) of this block of BLOCK keys while acc += p_before v_before, of BN keys, runs."""
+        wgmma_scores(s, q, keys, BLOCK, KEY_PAD, BF16)  # S = Q K^T, in flight
+        wgmma_values(acc, p_before, values_before, VALUE_PAD, BN, TILE_BYTES, BF16)  # O += P V of block j-1
+        wgmma_wait(1, s, BLOCK)
+        if valid < BLOCK:
+            mask_tail(s, valid, lane)
+        grown = raise_maximum(s, m_i, l_i, alpha, scale)
+        exponentiate(s, m_i, l_i, scale)  # P = exp(S - m)
+        keep_above(l_i[0, 0] + l_i[0, 1], shared)
+        wgmma_wait_both(acc, VALUE_PAD, s, BLOCK)
+        if grown:
+            rescale(acc, alpha)
+        pack_block(BF16, p, s)
 
     def attention_forward_wgmma_kernel(q_base, k_base, v_base, out_base, l_base, n_queries, n_keys, scale):
         """Arguments and grid as attention_forward_kernel."""
@@ -130,17 +107,8 @@ def make_forward_wgmma(config):
         stager = at.tid - tile.stagers * at.key_warp
         stage_query(tile, shared + tile.query_offset, head.q, n_queries, first_query, at.tid)
         for j in range(LEAD):
-            start_copy(
-                tile,
-                stage_swizzled,
-                ring + j * tile.stage_bytes,
-                raw + j * tile.raw_bytes,
-                head.k,
-                head.v,
-                n_keys,
-                (j * GROUPS + at.key_warp) * BN,
-                stager,
-            )
+            target, aside, first = ring + j * tile.stage_bytes, raw + j * tile.raw_bytes, (j * GROUPS + at.key_warp) * BN
+            start_copy(tile, stage_swizzled, target, aside, head, n_keys, first, stager)
         no_probabilities(p)  # block -1 is no special turn: 0 times zeros
         before = no_values(tile, ring + tile.query_offset, stager)
         wait_for_copies(LEAD - 1)
@@ -155,41 +123,11 @@ def make_forward_wgmma(config):
         n_blocks = n_keys // BN if GROUPS == 1 else ((n_keys + BN - 1) // BN - at.key_warp + GROUPS - 1) // GROUPS
         for j in range(n_blocks):
             wait_for_stage(tile, at.key_warp)
-            start_copy(
-                tile,
-                stage_swizzled,
-                ring + ahead,
-                raw + (j & 1) * tile.raw_bytes,
-                head.k,
-                head.v,
-                n_keys,
-                ((j + LEAD) * GROUPS + at.key_warp) * BN,
-                stager,
-            )
+            aside, first = raw + (j & 1) * tile.raw_bytes, ((j + LEAD) * GROUPS + at.key_warp) * BN
+            start_copy(tile, stage_swizzled, ring + ahead, aside, head, n_keys, first, stager)
             valid = BN if GROUPS == 1 else n_keys - (j * GROUPS + at.key_warp) * BN
-            attend(
-                tile,
-                q,
-                s,
-                p,
-                p,
-                m_i,
-                l_i,
-                acc,
-                alpha,
-                keys + (stage >> 4),
-                before,
-                steepness,
-                shared,
-                at.lane,
-                valid,
-                BN,
-                BN,
-                KEY_PAD,
-                VALUE_PAD,
-                TILE_BYTES,
-                BF16,
-            )
+            k = keys + (stage >> 4)
+            attend(q, s, p, p, m_i, l_i, acc, alpha, k, before, steepness, shared, at.lane, valid, BN)
             if tile.realigned and ((j + 1) * GROUPS + at.key_warp) * BN < n_keys:
                 realign_swizzled(tile, ring + ahead, raw + (j + 1 & 1) * tile.raw_bytes, head.k, n_keys, stager)
             before = values + (stage >> 4)
@@ -198,29 +136,8 @@ def make_forward_wgmma(config):
         if TAIL > 0:  # the last n_keys % BN keys, by the same step on narrower fragments
             p_tail, s_tail = cuda.local.array(P_TAIL, uint32), cuda.local.array(S_TAIL, float32)
             wait_for_stage(tile, at.key_warp)
-            attend(
-                tile,
-                q,
-                s_tail,
-                p_tail,
-                p,
-                m_i,
-                l_i,
-                acc,
-                alpha,
-                keys + (stage >> 4),
-                before,
-                steepness,
-                shared,
-                at.lane,
-                n_keys - n_blocks * BN,
-                TAIL,
-                BN,
-                KEY_PAD,
-                VALUE_PAD,
-                TILE_BYTES,
-                BF16,
-            )
+            k, left = keys + (stage >> 4), n_keys - n_blocks * BN
+            attend(q, s_tail, p_tail, p, m_i, l_i, acc, alpha, k, before, steepness, shared, at.lane, left, TAIL)
             wgmma_values(acc, p_tail, values + (stage >> 4), VALUE_PAD, TAIL, TILE_BYTES, BF16)
         else:
             wgmma_values(acc, p, before, VALUE_PAD, BN, TILE_BYTES, BF16)

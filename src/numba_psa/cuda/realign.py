@@ -96,11 +96,11 @@ def realign_swizzled(tile, shared, raw, k, n_keys, tid):
 
 
 @step
-def start_copy(tile, stage_block, shared, raw, k, v, n_keys, first, tid):
+def start_copy(tile, stage_block, shared, raw, head, n_keys, first, tid):
     """Begin to bring a block of keys and values, to its place or raw. Always closes a group of copies, even an empty one."""
     if int32(first) < n_keys:
         if tile.realigned:
-            copy_raw(tile, raw, k, n_keys, first, tid)
+            copy_raw(tile, raw, head.k, n_keys, first, tid)
         else:
-            stage_block(tile, shared, k, v, n_keys, first, tid)
+            stage_block(tile, shared, head, n_keys, first, tid)
     cp_async_commit()

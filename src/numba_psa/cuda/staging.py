@@ -141,65 +141,27 @@ def stage_query(tile, shared, q, n_queries, first, tid):
 
 
 @step
-def stage_keys_values(tile, shared, k, v, n_keys, first, tid):
+def stage_keys_values(tile, shared, head, n_keys, first, tid):
     """The keys and values of one turn of all warps."""
-    tokens = tile.BN * tile.key_warps
-    stage_tile(tile, shared, tile.key_stride, k, n_keys, first, tokens, tile.key_dim, tile.key_pad, tid)
-    stage_tile(
-        tile, shared + tile.values_offset, tile.value_stride, v, n_keys, first, tokens, tile.value_dim, tile.value_pad, tid
-    )
+    tokens, target = tile.BN * tile.key_warps, shared + tile.values_offset
+    stage_tile(tile, shared, tile.key_stride, head.k, n_keys, first, tokens, tile.key_dim, tile.key_pad, tid)
+    stage_tile(tile, target, tile.value_stride, head.v, n_keys, first, tokens, tile.value_dim, tile.value_pad, tid)
 
 
 @step
-def stage_swizzled(tile, shared, k, v, n_keys, first, tid):
+def stage_swizzled(tile, shared, head, n_keys, first, tid):
     """stage_keys_values for one key group of wgmma: tiles of [key_pad + value_pad rows][128 bytes], swizzled."""
     row_bytes, keys = tile.item * n_keys, 128 // tile.item
+    rows, pads, threads = tile.key_dim + tile.value_dim, tile.key_pad + tile.value_pad, tile.stagers
     for b in range(tile.BN // keys):
-        at, target = first + keys * b, shared + b * tile.tile_bytes
+        target, at = shared + b * tile.tile_bytes, first + keys * b
+        k, v, left = head.k + tile.item * at, head.v + tile.item * at, n_keys - at
         if tile.key_dim == tile.key_pad:  # values follow keys without a gap
-            stage_rows(
-                tile,
-                tile.stagers,
-                target,
-                128,
-                True,
-                k + tile.item * at,
-                row_bytes,
-                tile.key_pad + tile.value_pad,
-                tile.key_dim + tile.value_dim,
-                keys,
-                n_keys - at,
-                tid,
-            )
+            stage_rows(tile, threads, target, 128, True, k, row_bytes, pads, rows, keys, left, tid)
         else:
-            stage_rows(
-                tile,
-                tile.stagers,
-                target,
-                128,
-                True,
-                k + tile.item * at,
-                row_bytes,
-                tile.key_pad,
-                tile.key_dim,
-                keys,
-                n_keys - at,
-                tid,
-            )
-            stage_rows(
-                tile,
-                tile.stagers,
-                target + tile.values_offset,
-                128,
-                True,
-                v + tile.item * at,
-                row_bytes,
-                tile.value_pad,
-                tile.value_dim,
-                keys,
-                n_keys - at,
-                tid,
-            )
+            stage_rows(tile, threads, target, 128, True, k, row_bytes, tile.key_pad, tile.key_dim, keys, left, tid)
+            target += tile.values_offset
+            stage_rows(tile, threads, target, 128, True, v, row_bytes, tile.value_pad, tile.value_dim, keys, left, tid)
 
 
 # ---- the ring of stages ------------------------------------------------------------------------------------------------
