@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numba_psa import OPERATIONS, BackendUnavailableError, DTypeError, ParameterError, ShapeError
+from numba_psa import OPERATIONS, BackendUnavailableError, DTypeError, ParameterError, PSAShape, ShapeError
 from numba_psa.cuda import choice, compiling, layout, plans, tiles, tiles_wgmma
 from numba_psa.cuda.choice import Problem, choose
 from numba_psa.cuda.forward import SIGNATURE, make_forward
@@ -182,7 +182,7 @@ def test_scale_and_precision():
     with pytest.raises(ParameterError, match="'half'"):
         plans.exactness("half", FLOAT32)
     with pytest.raises(DTypeError, match="float64"):
-        plans.AttentionPlan(None, np.float64)
+        plans.AttentionPlan(PSAShape(1, 1, 4, 2, 2), np.float64)
 
 
 def test_the_name_of_a_config_tells_it_from_every_other():

@@ -54,6 +54,10 @@ def test_plans_refuse_what_they_are_not_for():
         plan(qkv[..., :2], out)
     with pytest.raises(DTypeError, match="out has dtype float32, the plan is for float16"):
         plan(qkv, out.astype(SINGLE))
+    with pytest.raises(DTypeError, match="out must be a CUDA array or its address, got NoneType"):
+        plan(qkv, None)
+    with pytest.raises(DTypeError, match="shape must be a PSAShape"):
+        cuda.plan_psa_attention(qkv.shape, HALF)
     with pytest.raises(ParameterError, match="no multiple of the 2 bytes"):
         plan(qkv.ctypes.data + 1, out.ctypes.data)
 
@@ -87,6 +91,7 @@ QKV = np.zeros((1, 8, 2, 3), np.float32)
         ((QKV, 1), {"out": np.zeros((1, 4, 2, 3), np.float16)}, DTypeError, "out has dtype float16"),
         ((QKV, 1), {"out": QKV[:, :4]}, ParameterError, "overlaps qkv"),
         ((QKV, 1), {"stream": "default"}, DTypeError, "stream"),
+        ((QKV, 1), {"out": [1.0]}, DTypeError, "same kind of array"),
         ((object(), 1), {}, DTypeError, "got object"),
     ],
 )

@@ -59,6 +59,9 @@ class AttentionPlan:
         precision: str | None = None,
         saves_l: bool = False,
     ):
+        if not isinstance(shape, PSAShape):
+            given = type(shape).__name__
+            raise DTypeError(f"shape must be a PSAShape, such as PSAShape.from_qkv(qkv.shape, num_heads), got {given}")
         self.shape, self.dtype = shape, float_dtype(dtype)
         if self.dtype == FLOAT64:
             raise DTypeError("impl='cuda' takes float16, bfloat16 and float32, not float64")
@@ -102,6 +105,8 @@ class AttentionPlan:
     def _address(self, array: Any, name: str) -> int:
         if type(array) is int:
             return array
+        if not hasattr(array, "shape"):
+            raise DTypeError(f"{name} must be a CUDA array or its address, got {type(array).__name__}")
         if hasattr(array, "data_ptr"):  # torch
             key = (name, array.shape, array.dtype, array.is_contiguous())
             pointer = array.data_ptr()
@@ -109,7 +114,9 @@ class AttentionPlan:
             key = (name, array.shape, array.dtype, True)
             pointer = getattr(array, "_ary", array).ctypes.data
         else:
-            interface = array.__cuda_array_interface__
+            interface = getattr(array, "__cuda_array_interface__", None)
+            if interface is None:
+                raise DTypeError(f"{name} must be a CUDA array or its address, got {type(array).__name__}")
             key = (name, interface["shape"], interface["typestr"], interface.get("strides") is None)
             pointer = interface["data"][0]
         if key not in self._known:

@@ -99,7 +99,7 @@ class Call:
             return self.empty(shape)
         if self.kind == "dlpack":
             raise ParameterError(f"{name}: {type(given).__name__} comes by DLPack only, which is for reading")
-        if kind_of(given) != self.kind:
+        if kind_of(given) != self.kind or not hasattr(given, "shape"):
             raise DTypeError(f"{name} must be the same kind of array as the inputs, got {type(given).__name__}")
         check_shape(name, tuple(given.shape), tuple(shape), axes)
         found = dtype_of(given)
