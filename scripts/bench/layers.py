@@ -4,7 +4,8 @@
 
 Every contender gets the same float32 weights, batch norm folded. onnxruntime runs the nodes that Ultralytics exports, in
 one graph; PyTorch the same operations, attention once as Ultralytics writes it and once by scaled_dot_product_attention.
-Peers that are not installed are left out; timing as in `cpu.py`. OpenBLAS is not used by the CPU path.
+Peers that are not installed are left out; timing as in `cpu.py`. OpenBLAS is not used by the CPU path. Where other processes
+are busy, `chrt -r 1` before the command keeps them from the cores.
 """
 
 from __future__ import annotations
