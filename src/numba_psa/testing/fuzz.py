@@ -209,22 +209,21 @@ def _run(test, strategy, op, max_examples, seed_, phases, database) -> None:
 
 def examine_case(case: Case, target: Target, *, nondeterminism: bool = False) -> Finding | None:
     """What is wrong with `target` on `case`, or None. It is called twice, to see whether it gives the same results."""
-    runs = []
+    first: list[np.ndarray] | None = None
     for _ in range(2):
         try:
             results = target.run(case)
         except TargetFailure as failure:
             return Finding(failure.kind, case, failure.text)
+        if first is not None and _same(first, results):
+            return None
         report = compare(results, case=case)
-        if runs and not nondeterminism and not _same(runs[0], results):
-            first = compare(runs[0], case=case)
-            text = f"a second run on the same input differs in {_difference(runs[0], results)}"
-            return Finding(
-                "nondeterministic", case, text, report if not report.passed else first if not first.passed else None
-            )
+        if first is not None and not nondeterminism:
+            text = f"a second run on the same input differs in {_difference(first, results)}"
+            return Finding("nondeterministic", case, text, None if report.passed else report)
         if not report.passed:
             return Finding(report.kind, case, "", report)
-        runs.append(results)
+        first = results
     return None
 
 
