@@ -69,7 +69,8 @@ def moved_arguments(operation: Operation, arguments: Mapping[str, Any]) -> Itera
     """The arguments of each of `neighbours`, in float64."""
     inputs = {name: np.asarray(arguments[name]) for name in operation.arrays}
     elements, dtype = sum(x.size for x in inputs.values()), inputs[operation.arrays[0]].dtype
-    for pattern in range(6 if elements < 1 << 12 else 2 if elements < 1 << 20 else 0):
+    patterns = 6 if elements < 1 << 12 else 2 if elements < 1 << 16 else 1 if elements < 1 << 20 else 0
+    for pattern in range(patterns):
         yield {**arguments, **{name: move(x, pattern, name, dtype) for name, x in inputs.items()}}
 
 
@@ -77,9 +78,10 @@ def move(x: np.ndarray, pattern: int, name: str, dtype: np.dtype) -> np.ndarray:
     """x · (1 ± eps·√terms) in float64, eps of the accumulator of `dtype`, with signs that look random but never change.
 
     By pattern, each element has its own sign, each row, or each column: a sum of terms of one sign does not average its
-    rounding errors away. √terms is how the error of a sum grows.
+    rounding errors away. √terms is how the error of a sum grows; l is no term of a sum, and moves by one eps.
     """
     shape = np.shape(x)
+    terms = 1 if pattern % 3 == 0 or len(shape) == 2 else shape[-1]
     if pattern % 3 == 0:
         index = np.arange(x.size).reshape(shape)
     elif pattern % 3 == 1:
@@ -89,7 +91,7 @@ def move(x: np.ndarray, pattern: int, name: str, dtype: np.dtype) -> np.ndarray:
         index = np.broadcast_to(np.arange(int(np.prod(tail, dtype=int))).reshape(tail), shape)
     start = 0.7548776662466927 * pattern + 0.5698402909980532 * (zlib.crc32(name.encode()) % 1000)
     up = (index * (0.6180339887498949 + 0.1 * pattern) + start) % 1.0 < 0.5
-    size = machine_epsilon(accumulator_dtype(dtype)) * (1.0 if pattern % 3 == 0 else math.sqrt(shape[-1] or 1))
+    size = machine_epsilon(accumulator_dtype(dtype)) * math.sqrt(terms or 1)
     with np.errstate(invalid="ignore"):
         return x.astype(FLOAT64) * np.where(up, 1.0 + size, 1.0 - size)
 
