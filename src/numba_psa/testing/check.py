@@ -13,6 +13,7 @@ import numpy as np
 from numba_psa import oracle
 from numba_psa.contract import Operation
 from numba_psa.numerics import FLOAT32, FLOAT64, Verdict, accumulator_dtype, judge, machine_epsilon, norm
+from numba_psa.shapes import SECTIONS
 
 Plain = Literal["two-pass", "online"]
 
@@ -58,9 +59,14 @@ def neighbours(operation: Operation, arguments: Mapping[str, Any]) -> list[dict[
         # What the forward inside it keeps is rounded too: o and l no longer fit q, k and v to the last bit.
         wide, scale = np.asarray(arguments["qkv"], FLOAT64), arguments.get("softmax_scale")
         _, kept = oracle.psa_attention(wide, arguments["num_heads"], softmax_scale=scale, save_for_backward=True)
-    dtype = np.asarray(arguments[operation.arrays[0]]).dtype
+    first = np.asarray(arguments[operation.arrays[0]])
+    width = _width(operation, arguments)
     return [
-        truth(operation, moved, **({"saved": tuple(move(x, pattern, "saved", dtype) for x in kept)} if kept else {}))
+        truth(
+            operation,
+            moved,
+            **({"saved": tuple(move(x, pattern, "saved", first.dtype, width) for x in kept)} if kept else {}),
+        )
         for pattern, moved in enumerate(moved_arguments(operation, arguments))
     ]
 
@@ -68,20 +74,30 @@ def neighbours(operation: Operation, arguments: Mapping[str, Any]) -> list[dict[
 def moved_arguments(operation: Operation, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The arguments of each of `neighbours`, in float64."""
     inputs = {name: np.asarray(arguments[name]) for name in operation.arrays}
-    elements, dtype = sum(x.size for x in inputs.values()), inputs[operation.arrays[0]].dtype
+    elements, dtype, width = (
+        sum(x.size for x in inputs.values()),
+        inputs[operation.arrays[0]].dtype,
+        _width(operation, arguments),
+    )
     patterns = 6 if elements < 1 << 12 else 2 if elements < 1 << 16 else 1 if elements < 1 << 20 else 0
     for pattern in range(patterns):
-        yield {**arguments, **{name: move(x, pattern, name, dtype) for name, x in inputs.items()}}
+        yield {**arguments, **{name: move(x, pattern, name, dtype, width) for name, x in inputs.items()}}
 
 
-def move(x: np.ndarray, pattern: int, name: str, dtype: np.dtype) -> np.ndarray:
-    """x · (1 ± eps·√terms) in float64, eps of the accumulator of `dtype`, with signs that look random but never change.
+def _width(operation: Operation, arguments: Mapping[str, Any]) -> int:
+    """How many terms a score is the sum of: D, or KEY_DIM."""
+    shape = np.shape(arguments[operation.arrays[0]])
+    return shape[1] // (SECTIONS * arguments["num_heads"]) if operation.arrays[0] == "qkv" else shape[-1]
+
+
+def move(x: np.ndarray, pattern: int, name: str, dtype: np.dtype, width: int) -> np.ndarray:
+    """x · (1 ± eps·√width) in float64, eps of the accumulator of `dtype`, with signs that look random but never change.
 
     By pattern, each element has its own sign, each row, or each column: a sum of terms of one sign does not average its
-    rounding errors away. √terms is how the error of a sum grows; l is no term of a sum, and moves by one eps.
+    rounding errors away. √width is how the error of such a sum grows; l is no term of one, and moves by one eps.
     """
     shape = np.shape(x)
-    terms = 1 if pattern % 3 == 0 or len(shape) == 2 else shape[-1]
+    terms = 1 if pattern % 3 == 0 or len(shape) == 2 else width
     if pattern % 3 == 0:
         index = np.arange(x.size).reshape(shape)
     elif pattern % 3 == 1:
@@ -91,7 +107,7 @@ def move(x: np.ndarray, pattern: int, name: str, dtype: np.dtype) -> np.ndarray:
         index = np.broadcast_to(np.arange(int(np.prod(tail, dtype=int))).reshape(tail), shape)
     start = 0.7548776662466927 * pattern + 0.5698402909980532 * (zlib.crc32(name.encode()) % 1000)
     up = (index * (0.6180339887498949 + 0.1 * pattern) + start) % 1.0 < 0.5
-    size = machine_epsilon(accumulator_dtype(dtype)) * math.sqrt(terms or 1)
+    size = machine_epsilon(accumulator_dtype(dtype)) * math.sqrt(terms)
     with np.errstate(invalid="ignore"):
         return x.astype(FLOAT64) * np.where(up, 1.0 + size, 1.0 - size)
 

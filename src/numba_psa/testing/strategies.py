@@ -49,49 +49,37 @@ def layouts() -> st.SearchStrategy[str]:
     return st.sampled_from(LAYOUTS)
 
 
-def psa_shapes(max_tokens: int = MAX_TOKENS, *, empty: bool = True, stock: bool = True) -> st.SearchStrategy[PSAShape]:
+@st.composite
+def psa_shapes(draw, max_tokens: int = MAX_TOKENS, *, empty: bool = True, stock: bool = True) -> PSAShape:
     """PSA problems of at most `max_tokens` tokens: ragged, square or not, at times a stock model's or an empty one."""
-
-    @st.composite
-    def draw_shape(draw) -> PSAShape:
-        corner = draw(_corner("stock", "stock", "empty"))
-        models = [(m, side) for m in STOCK_MODELS for side in STOCK_SIDES.values() if side**2 <= max_tokens]
-        if stock and corner == "stock" and models:
-            model, side = draw(st.sampled_from(sorted(models, key=lambda x: (x[1], x[0].num_heads, x[0].key_dim))))
-            return PSAShape(1, model.num_heads, model.key_dim, side, side)
-        batch, heads = draw(_at_most(COUNTS, 4)), draw(st.sampled_from(COUNTS))
-        key_dim = draw(_at_most(WIDTHS, max(1, MAX_ELEMENTS // (batch * heads))))
-        tokens = max(1, min(max_tokens, MAX_ELEMENTS // (batch * heads * key_dim)))
-        height = draw(_at_most(TOKENS, min(tokens, 33)))
-        width = draw(_at_most(TOKENS, tokens // height))
-        if empty and corner == "empty":
-            batch, height = draw(st.sampled_from(((0, height), (batch, 0))))
-        return PSAShape(batch, heads, key_dim, height, width)
-
-    return draw_shape()
+    corner = draw(_corner("stock", "stock", "empty"))
+    models = [(m, side) for m in STOCK_MODELS for side in STOCK_SIDES.values() if side**2 <= max_tokens]
+    if stock and corner == "stock" and models:
+        model, side = draw(st.sampled_from(sorted(models, key=lambda x: (x[1], x[0].num_heads, x[0].key_dim))))
+        return PSAShape(1, model.num_heads, model.key_dim, side, side)
+    batch, heads = draw(_at_most(COUNTS, 4)), draw(st.sampled_from(COUNTS))
+    key_dim = draw(_at_most(WIDTHS, max(1, MAX_ELEMENTS // (batch * heads))))
+    tokens = max(1, min(max_tokens, MAX_ELEMENTS // (batch * heads * key_dim)))
+    height = draw(_at_most(TOKENS, min(tokens, 33)))
+    width = draw(_at_most(TOKENS, tokens // height))
+    if empty and corner == "empty":
+        batch, height = draw(st.sampled_from(((0, height), (batch, 0))))
+    return PSAShape(batch, heads, key_dim, height, width)
 
 
-def attention_shapes(
-    max_tokens: int = MAX_TOKENS, *, square: bool = False, empty: bool = True
-) -> st.SearchStrategy[AttentionShape]:
+@st.composite
+def attention_shapes(draw, max_tokens: int = MAX_TOKENS, *, square: bool = False, empty: bool = True) -> AttentionShape:
     """FlashAttention-2 problems; `square` makes n_ctx_q = n_ctx_k. Dv differs from D at times, n_ctx_k is 0 at times."""
-
-    @st.composite
-    def draw_shape(draw) -> AttentionShape:
-        corner = draw(_corner("wide", "wide", "empty"))
-        bh = draw(_at_most(COUNTS, 6))
-        d = draw(st.sampled_from(WIDTHS))
-        tokens = max(1, min(max_tokens, MAX_ELEMENTS // (bh * d)))
-        n_q = draw(_at_most(TOKENS, tokens))
-        n_k = n_q if square or draw(st.booleans()) else draw(_at_most(TOKENS, tokens))
-        dv = draw(_at_most(WIDTHS, 72)) if corner == "wide" else d
-        if empty and corner == "empty":
-            bh, n_q, n_k = draw(
-                st.sampled_from(((0, n_q, n_k), (bh, 0, 0 if square else n_k), (bh, 0 if square else n_q, 0)))
-            )
-        return AttentionShape(bh, n_q, n_k, d, dv)
-
-    return draw_shape()
+    corner = draw(_corner("wide", "wide", "empty"))
+    bh = draw(_at_most(COUNTS, 6))
+    d = draw(st.sampled_from(WIDTHS))
+    tokens = max(1, min(max_tokens, MAX_ELEMENTS // (bh * d)))
+    n_q = draw(_at_most(TOKENS, tokens))
+    n_k = n_q if square or draw(st.booleans()) else draw(_at_most(TOKENS, tokens))
+    dv = draw(_at_most(WIDTHS, 72)) if corner == "wide" else d
+    if empty and corner == "empty":
+        bh, n_q, n_k = draw(st.sampled_from(((0, n_q, n_k), (bh, 0, 0 if square else n_k), (bh, 0 if square else n_q, 0))))
+    return AttentionShape(bh, n_q, n_k, d, dv)
 
 
 @st.composite

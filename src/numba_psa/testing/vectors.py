@@ -93,8 +93,9 @@ def _tolerances(case: Case, wide: Mapping[str, np.ndarray], expected: Mapping[st
     compute = accumulator_dtype(case.dtype)
     with np.errstate(all="ignore"):
         references = [{name: x.astype(case.result_dtype(name)) for name, x in results(case, compute.type).items()}]
+    width = case.shape.key_dim if isinstance(case.shape, PSAShape) else case.shape.head_dim
     for pattern, moved in enumerate(moved_arguments(case.operation, case)):
-        keep = functools.partial(move, pattern=pattern, name="saved", dtype=case.dtype)
+        keep = functools.partial(move, pattern=pattern, name="saved", dtype=case.dtype, width=width)
         references.append(results(Case(case.op, moved), keep=keep))
     size, factor, found = upstream_norm(case.operation, case), factor_of(case.operation, case), {}
     for name, x in expected.items():
