@@ -20,6 +20,7 @@ from numba_psa.contract import OPERATIONS
 from numba_psa.errors import ParameterError
 from numba_psa.testing.case import FLAGS, Case
 from numba_psa.testing.compare import Report, compare
+from numba_psa.testing.stock import is_stock
 from numba_psa.testing.strategies import MAX_TOKENS, cases
 from numba_psa.testing.targets import Target, TargetFailure
 
@@ -154,8 +155,6 @@ def fuzz(
             return None
         return finding
 
-    strategy = cases(op, dtype=dtype, max_tokens=max_tokens, contiguous=contiguous)
-
     def search(case: Case) -> None:
         finding = examine(case)
         progress(result)
@@ -166,23 +165,33 @@ def fuzz(
             smallest[finding.kind] = finding
         raise _Stop if finding.kind == "hangs" else _FOUND[finding.kind](finding)
 
-    phases = [Phase.reuse, Phase.generate] + ([Phase.shrink] if shrink else [])
-    try:
-        _run(search, strategy, op, max_examples, seed_, phases, database)
-    except _Stop:
-        result.finding = smallest["hangs"]
-    except _Found as found:
-        # Hypothesis ends on the smallest case; take what it saw there, not an earlier one of the same size.
-        result.finding = found.args[0]
-    except FlakyFailure:
-        # The port fails on a case and passes on the same case later: its smallest failure is the evidence there is.
-        kind, finding = min(smallest.items(), key=lambda item: item[1].elements)
-        note = "It does not fail on this case every time."
-        result.finding = replace(finding, text=f"{note}\n{finding.text}") if kind != "nondeterministic" else finding
-    if result.finding is not None and result.finding.kind == "wrong-values" and evidence:
+    def attempt(stock: bool) -> Finding | None:
+        strategy = cases(op, dtype=dtype, max_tokens=max_tokens, contiguous=contiguous, stock=stock)
+        phases = [Phase.reuse, Phase.generate] + ([Phase.shrink] if shrink else [])
+        try:
+            _run(search, strategy, op, max_examples, seed_, phases, database)
+        except _Stop:
+            return smallest["hangs"]
+        except _Found as found:
+            # Hypothesis ends on the smallest case; take what it saw there, not an earlier one of the same size.
+            return found.args[0]
+        except FlakyFailure:
+            # The port fails on a case and passes on the same case later: its smallest failure is the evidence there is.
+            kind, finding = min(smallest.items(), key=lambda item: item[1].elements)
+            note = "It does not fail on this case every time."
+            return replace(finding, text=f"{note}\n{finding.text}") if kind != "nondeterministic" else finding
+        return None
+
+    found = attempt(stock=True)
+    if found is not None and shrink and found.kind != "hangs" and is_stock(found.case.shape):
+        # Shrinking does not lead from a stock model to the shapes around it: the smallest is looked for among those.
+        other = attempt(stock=False)
+        found = other if other is not None and other.kind == found.kind and other.elements < found.elements else found
+    if found is not None and found.kind == "wrong-values" and evidence:
         strategy = cases(op, dtype=dtype, max_tokens=min(max_tokens, EVIDENCE_TOKENS), contiguous=contiguous, empty=False)
-        others = _evidence(strategy, result.finding, target, op, seed_)
-        result.finding = replace(result.finding, report=replace(result.finding.report, others=others))
+        others = _evidence(strategy, found, target, op, seed_)
+        found = replace(found, report=replace(found.report, others=others))
+    result.finding = found
     result.unexpectedly_passing = [e.line for e in expectations if e.line in covered - result.failed_as_expected]
     return result
 

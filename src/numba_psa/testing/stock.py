@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from numba_psa.shapes import PSAShape
+
 
 @dataclass(frozen=True)
 class StockModel:
@@ -24,3 +26,12 @@ STOCK_MODELS = (
 )
 STOCK_SIDES = {640: 20, 224: 7}
 """{pixels: tokens a side}."""
+
+
+def is_stock(shape: object) -> bool:
+    """Whether `shape` is the PSA problem of a stock model."""
+    return any(
+        shape == PSAShape(1, model.num_heads, model.key_dim, side, side)
+        for model in STOCK_MODELS
+        for side in STOCK_SIDES.values()
+    )

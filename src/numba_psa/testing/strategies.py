@@ -91,15 +91,21 @@ def cases(
     max_tokens: int = MAX_TOKENS,
     contiguous: bool = False,
     empty: bool = True,
+    stock: bool = True,
 ) -> Case:
     """Complete arguments of `op` (a name in `contract.OPERATIONS`).
 
-    dtype None draws it too; `contiguous` keeps every array C-ordered; `empty=False` leaves out arrays without elements.
+    dtype None draws it too; `contiguous` keeps every array C-ordered; `empty=False` leaves out arrays without elements,
+    `stock=False` the shapes of stock models.
     """
     operation = OPERATIONS[op]
     whole = operation.arrays[0] != "q"
     square = op == "psa_fa2_backward"
-    shape = draw(psa_shapes(max_tokens, empty=empty) if whole else attention_shapes(max_tokens, square=square, empty=empty))
+    shape = draw(
+        psa_shapes(max_tokens, empty=empty, stock=stock)
+        if whole
+        else attention_shapes(max_tokens, square=square, empty=empty)
+    )
     chosen = draw(dtypes()) if dtype is None else float_dtype(dtype)
     values = draw(st.sampled_from(value_kinds(op)))
     scale = draw(st.sampled_from(SCALES)) if operation.scaled and draw(st.booleans()) else None
