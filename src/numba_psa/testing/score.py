@@ -1,6 +1,6 @@
 """How good the fuzzer is: planted bugs killed and named, correct implementations not complained about.
 
-python -m numba_psa.testing.score                 # everything: about half an hour on two cores
+python -m numba_psa.testing.score                 # everything: about seven minutes on two cores
 python -m numba_psa.testing.score --quick         # default seed, few examples
 """
 
@@ -12,8 +12,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one process a core
+from multiprocessing import get_context
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
@@ -94,7 +93,8 @@ def main() -> None:
     start = time.time()
     print(f"numba-psa {__version__}, seed {SEED}, {len(MUTANTS)} mutants, {len(VARIANTS)} correct variants")
     numbers = range(0 if options.alarms else len(MUTANTS))
-    with ProcessPoolExecutor(options.jobs) as pool:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one process a core: read when a child imports NumPy
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         if kills := list(pool.map(kill, numbers)):
             _print_kills(kills)
         others = [(number, SEED + 1 + i) for number in numbers for i in range(seeds)]
