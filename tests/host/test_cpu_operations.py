@@ -1,6 +1,6 @@
 """`numba_psa.cpu` against the oracle: cases, threads, memory layouts, chunk borders, errors, compilation and caching."""
 
-from __future__ import annotations
+from __future__ import hashlib
 
 import os
 import subprocess
@@ -152,7 +152,8 @@ def results_of_everything(namespace):
     q, k, v = packed[:3]
     o, l = namespace.flash_attention2_forward(q, k, v)
     gradients = namespace.psa_fa2_backward(q, k, v, o, o, l)
-    return b"".join(np.ascontiguousarray(x).tobytes() for x in (out, *saved, d_qkv, packed, o, l, *gradients))
+    everything = b"".join(np.ascontiguousarray(x).tobytes() for x in (out, *saved, d_qkv, packed, o, l, *gradients))
+    return hashlib.sha256(everything).hexdigest()  # of which a failing comparison prints no difference, for minutes
 
 
 def judge_threads(monkeypatch, namespace=cpu):
