@@ -1,7 +1,8 @@
 """`numba_psa.cpu` against the oracle: cases, threads, memory layouts, chunk borders, errors, compilation and caching."""
 
-from __future__ import hashlib
+from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
