@@ -7,8 +7,15 @@ Names are the original's, down to `H` and `W`.
 
 from __future__ import annotations
 
-from numba_psa._numba_cuda import cuda
+from numba_psa._numba_cuda import cuda, device_function
 from numba_psa.mirror.elements import Element
+
+
+@device_function
+def token_of(pid, N, num_heads):
+    """(b, h, n) of block pid when blocks count tokens first, then heads, then pictures."""
+    bh = pid // N
+    return bh // num_heads, bh % num_heads, pid % N
 
 
 def psa_pack_qkv_kernel(KEY_DIM: int, element: Element):
@@ -18,17 +25,13 @@ def psa_pack_qkv_kernel(KEY_DIM: int, element: Element):
         d = cuda.threadIdx.x
         if d >= KEY_DIM:
             return
-        pid = cuda.blockIdx.x
-        BH = B * num_heads
         N = H * W
-        section = pid // (BH * N)
-        bh = (pid // N) % BH
-        n = pid % N
-        b = bh // num_heads
-        h = bh % num_heads
+        BH = B * num_heads
+        section = cuda.blockIdx.x // (BH * N)
+        b, h, n = token_of(cuda.blockIdx.x % (BH * N), N, num_heads)
 
         channel = h * 4 * KEY_DIM + section * KEY_DIM + d
-        out_ptr[((section * BH + bh) * N + n) * KEY_DIM + d] = qkv_ptr[(b * qkv_h + channel) * N + n]
+        out_ptr[((section * BH + b * num_heads + h) * N + n) * KEY_DIM + d] = qkv_ptr[(b * qkv_h + channel) * N + n]
 
     return kernel
 
@@ -40,12 +43,8 @@ def psa_extract_v_nchw_kernel(KEY_DIM: int, element: Element):
         d = cuda.threadIdx.x
         if d >= KEY_DIM:
             return
-        pid = cuda.blockIdx.x
         N = H * W
-        bh = pid // N
-        n = pid % N
-        b = bh // num_heads
-        h = bh % num_heads
+        b, h, n = token_of(cuda.blockIdx.x, N, num_heads)
 
         source = (b * qkv_h + h * 4 * KEY_DIM + 2 * KEY_DIM + d) * N + n
         target = (b * c + h * 2 * KEY_DIM + d) * N + n
@@ -62,14 +61,10 @@ def psa_merge_attn_nchw_kernel(KEY_DIM: int, element: Element):
         d = cuda.threadIdx.x
         if d >= KEY_DIM:
             return
-        pid = cuda.blockIdx.x
         N = H * W
-        bh = pid // N
-        n = pid % N
-        b = bh // num_heads
-        h = bh % num_heads
+        b, h, n = token_of(cuda.blockIdx.x, N, num_heads)
 
-        source = (bh * N + n) * KEY_DIM + d
+        source = ((b * num_heads + h) * N + n) * KEY_DIM + d
         target = (b * c + h * 2 * KEY_DIM + d) * N + n
         out_ptr[target] = lo_ptr[source]
         out_ptr[target + KEY_DIM * N] = hi_ptr[source]
@@ -85,17 +80,13 @@ def psa_pack_qkv_backward_kernel(KEY_DIM: int, element: Element):
         d = cuda.threadIdx.x
         if d >= KEY_DIM:
             return
-        pid = cuda.blockIdx.x
-        BH = B * num_heads
         N = H * W
-        section = pid // (BH * N)
-        bh = (pid // N) % BH
-        n = pid % N
-        b = bh // num_heads
-        h = bh % num_heads
+        BH = B * num_heads
+        section = cuda.blockIdx.x // (BH * N)
+        b, h, n = token_of(cuda.blockIdx.x % (BH * N), N, num_heads)
 
         channel = h * 4 * KEY_DIM + section * KEY_DIM + d
-        dx = d_packed_ptr[((section * BH + bh) * N + n) * KEY_DIM + d]
+        dx = d_packed_ptr[((section * BH + b * num_heads + h) * N + n) * KEY_DIM + d]
         add(d_qkv_ptr, (b * qkv_h + channel) * N + n, widen(dx))
 
     return kernel
@@ -109,12 +100,8 @@ def psa_extract_v_backward_kernel(KEY_DIM: int, element: Element):
         d = cuda.threadIdx.x
         if d >= KEY_DIM:
             return
-        pid = cuda.blockIdx.x
         N = H * W
-        bh = pid // N
-        n = pid % N
-        b = bh // num_heads
-        h = bh % num_heads
+        b, h, n = token_of(cuda.blockIdx.x, N, num_heads)
 
         source = (b * c + h * 2 * KEY_DIM + d) * N + n
         target = (b * qkv_h + h * 4 * KEY_DIM + 2 * KEY_DIM + d) * N + n
@@ -131,15 +118,11 @@ def psa_merge_attn_backward_kernel(KEY_DIM: int, element: Element):
         d = cuda.threadIdx.x
         if d >= KEY_DIM:
             return
-        pid = cuda.blockIdx.x
         N = H * W
-        bh = pid // N
-        n = pid % N
-        b = bh // num_heads
-        h = bh % num_heads
+        b, h, n = token_of(cuda.blockIdx.x, N, num_heads)
 
         source = (b * c + h * 2 * KEY_DIM + d) * N + n
-        target = (bh * N + n) * KEY_DIM + d
+        target = ((b * num_heads + h) * N + n) * KEY_DIM + d
         d_lo_ptr[target] = d_merged_ptr[source]
         d_hi_ptr[target] = d_merged_ptr[source + KEY_DIM * N]
 
