@@ -135,6 +135,18 @@ fence_proxy_async = ptx_op(
     "fence_proxy_async", "fence.proxy.async.shared::cta;", doc="make this thread's shared-memory writes visible to wgmma"
 )
 
+# ---- kernels that overlap (sm_90) ---------------------------------------------------------------------------------------
+let_next_kernel_start = ptx_op(
+    "let_next_kernel_start",
+    "griddepcontrol.launch_dependents;",
+    doc="this block does not mind if the next kernel of the stream takes multiprocessors that are free",
+)
+wait_for_previous_kernel = ptx_op(
+    "wait_for_previous_kernel",
+    "griddepcontrol.wait;",
+    doc="until the kernels before have ended and what they wrote can be seen: no access to it, and no store, before",
+)
+
 # ---- warp collectives -------------------------------------------------------------------------------------------------
 shfl_xor = ptx_op(
     "shfl_xor",
@@ -206,6 +218,7 @@ float_bits = ptx_op(
     doc="the bits of x; integer comparisons of them survive fastmath, which assumes that no NaN exists",
 )
 bits_float = ptx_op("bits_float", "mov.b32 $0, $1;", (f32,), (u32,), effect=False, doc="the float with these bits")
+widen_f16 = ptx_op("widen_f16", "cvt.f32.f16 $0, $1;", (f32,), (u16,), effect=False, doc="the float of these float16 bits")
 funnel_shift = ptx_op(
     "funnel_shift",
     "shf.r.wrap.b32 $0, $1, $2, $3;",
@@ -234,9 +247,9 @@ keep_above = ptx_op(
 
 # ---- plain memory -----------------------------------------------------------------------------------------------------
 def _move(name, kind, count):
-    """The operation that `name` spells: {ld, st}_{global, shared}_{v4, v2}_{type}."""
-    pointer = u64 if "global" in name else u32
-    where = "global.nc" if name.startswith("ld_global") else name.split("_")[1]
+    """The operation that `name` spells: {ld, st}_{global, fresh, shared}_{v4, v2}_{type}."""
+    pointer = u32 if "shared" in name else u64
+    where = {"ld_global": "global.nc", "ld_fresh": "global"}.get("_".join(name.split("_")[:2]), name.split("_")[1])
     vector = f".v{count}" if count > 1 else ""
     type_ = f"{'f' if kind is f32 else 'u'}{kind.bitwidth}"
     values = (kind,) * count
@@ -255,11 +268,14 @@ ld_global_u32, st_global_u32 = _move("ld_global_u32", u32, 1), _move("st_global_
 ld_global_f32, st_global_f32 = _move("ld_global_f32", f32, 1), _move("st_global_f32", f32, 1)
 ld_global_v2_u32, st_global_v2_u32 = _move("ld_global_v2_u32", u32, 2), _move("st_global_v2_u32", u32, 2)
 ld_global_v4_u32, st_global_v4_u32 = _move("ld_global_v4_u32", u32, 4), _move("st_global_v4_u32", u32, 4)
+ld_fresh_u16, ld_fresh_u32 = _move("ld_fresh_u16", u16, 1), _move("ld_fresh_u32", u32, 1)  # may be written as it runs
+ld_fresh_v2_u32, ld_fresh_v4_u32 = _move("ld_fresh_v2_u32", u32, 2), _move("ld_fresh_v4_u32", u32, 4)
 ld_shared_u16, st_shared_u16 = _move("ld_shared_u16", u16, 1), _move("st_shared_u16", u16, 1)
 ld_shared_u32, st_shared_u32 = _move("ld_shared_u32", u32, 1), _move("st_shared_u32", u32, 1)
 ld_shared_f32, st_shared_f32 = _move("ld_shared_f32", f32, 1), _move("st_shared_f32", f32, 1)
 ld_shared_v2_u32, st_shared_v2_u32 = _move("ld_shared_v2_u32", u32, 2), _move("st_shared_v2_u32", u32, 2)
 ld_shared_v4_u32, st_shared_v4_u32 = _move("ld_shared_v4_u32", u32, 4), _move("st_shared_v4_u32", u32, 4)
+ld_shared_v2_f32 = _move("ld_shared_v2_f32", f32, 2)
 ld_shared_v4_f32 = _move("ld_shared_v4_f32", f32, 4)
 
 ld_global_8x16 = ptx_op(

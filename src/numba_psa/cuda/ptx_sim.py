@@ -96,11 +96,14 @@ ld_global_u32, st_global_u32 = _load_global(ctypes.c_uint32, np.uint32), _store_
 ld_global_f32 = _load_global(ctypes.c_float, np.float32)
 ld_global_v2_u32, st_global_v2_u32 = _load_global(ctypes.c_uint32, np.uint32, 2), _store_global(ctypes.c_uint32)
 ld_global_v4_u32, st_global_v4_u32 = _load_global(ctypes.c_uint32, np.uint32, 4), _store_global(ctypes.c_uint32)
+ld_fresh_u16, ld_fresh_u32 = ld_global_u16, ld_global_u32
+ld_fresh_v2_u32, ld_fresh_v4_u32 = ld_global_v2_u32, ld_global_v4_u32
 ld_shared_u16, st_shared_u16 = _load_shared(np.uint16, 1), _store_shared(np.uint16)
 ld_shared_u32, st_shared_u32 = _load_shared(np.uint32, 1), _store_shared(np.uint32)
 ld_shared_f32, st_shared_f32 = _load_shared(np.float32, 1), _store_shared(np.float32)
 ld_shared_v2_u32, st_shared_v2_u32 = _load_shared(np.uint32, 2), _store_shared(np.uint32)
 ld_shared_v4_u32, st_shared_v4_u32 = _load_shared(np.uint32, 4), _store_shared(np.uint32)
+ld_shared_v2_f32 = _load_shared(np.float32, 2)
 ld_shared_v4_f32 = _load_shared(np.float32, 4)
 
 
@@ -137,6 +140,7 @@ def keep_above(x, address):
 
 
 cp_async_wait_0 = cp_async_wait_1 = cp_async_wait_2 = fence_proxy_async = cp_async_commit
+let_next_kernel_start = wait_for_previous_kernel = cp_async_commit
 
 
 # ---- arithmetic -------------------------------------------------------------------------------------------------------
@@ -164,6 +168,10 @@ def funnel_shift(low, high, n):
 
 def bits_float(x):
     return np.uint32(x).view(np.float32)
+
+
+def widen_f16(word):
+    return np.uint16(int(word) & 0xFFFF).view(np.float16).astype(np.float32)
 
 
 def _f16_bits(x):
