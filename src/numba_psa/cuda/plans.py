@@ -139,11 +139,11 @@ def device_scale(softmax_scale: float) -> float:
 
 
 class Launcher:
-    """One problem's kernel, grid and strides."""
+    """One problem's kernel, grid and strides; the kernel is the choice table's unless another one is given."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, choice: Choice | None = None):
         device = current_device()
-        self.choice = choose(problem, architecture(device), multiprocessors(device))
+        self.choice = choice or choose(problem, architecture(device), multiprocessors(device))
         self._kernel = kernel(self.choice.make, self.choice.config, SIGNATURE)
         self._n_queries, self._n_keys = problem.n_queries, problem.n_keys
         self._blocks = -(-problem.n_queries // self.choice.config.BM)
