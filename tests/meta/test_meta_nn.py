@@ -11,7 +11,7 @@ from layer_cases import FIXTURES, build, normal
 
 from numba_psa import nn
 from numba_psa.cpu import convolution
-from numba_psa.nn import conv, exact, layers, planned, weights
+from numba_psa.nn import conv, exact, layers, planned, recording, weights
 from numba_psa.nn.exact import Exact
 
 FIXTURE = {path.stem: path for path in FIXTURES}
@@ -122,11 +122,6 @@ def in_parts():
 
 
 PLAN_BUGS = {
-    "the second piece reads the first": (
-        chained,
-        "x.first + first * self.tokens, x.batch_stride",
-        "x.first, x.batch_stride",
-    ),
     "the residual is forgotten": (chained, "((add, add.batch_stride) if add else (0, 0))", "(0, 0)"),
     "images of a piece are apart by its own size": (
         chained,
@@ -164,6 +159,14 @@ def test_a_wrong_plan_is_caught(bug, monkeypatch):
     monkeypatch.setattr(plan_tests.judge_chain, "__defaults__", (wrong,))
     with pytest.raises(AssertionError):
         property_()
+
+
+def test_a_wrong_split_is_caught(monkeypatch):
+    wrong = mutant(recording, "x.first + first * self.tokens, x.batch_stride", "x.first, x.batch_stride")
+    monkeypatch.setattr(recording.Recorder, "split", wrong["Recorder"].split)
+    monkeypatch.setattr(planned, "Tensor", wrong["Tensor"])
+    with pytest.raises(AssertionError):
+        chained()
 
 
 KERNEL_BUGS = {

@@ -20,6 +20,7 @@ from numba_psa.cpu.forward import forward
 from numba_psa.cpu.operands import address, tiles
 from numba_psa.cpu.vector import VECTOR_BYTES
 from numba_psa.nn.conv import Conv
+from numba_psa.nn.recording import Recorder, Tensor
 
 TILES_AT_A_TIME = 24
 """Tiles of tokens for each thread in the images that are computed together: enough to share out evenly, few enough for
@@ -56,17 +57,7 @@ class Step:
     items_of_tile: int
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """Channels of a buffer `[B, …, H, W]`: where they begin and how far images are apart, in elements."""
-
-    buffer: Buffer
-    first: int
-    batch_stride: int
-    channels: int
-
-
-class Plan:
+class Plan(Recorder):
     """One layer for up to `batch` images of one size at a time; float32 or float64, into which half inputs are widened."""
 
     def __init__(self, layer, batch: int, height: int, width: int, dtype: np.dtype):
@@ -97,11 +88,6 @@ class Plan:
         across = [piece.buffer for piece in pieces] if side > 1 else []
         self._launch(convolution.convolve, numbers, across, out, items_of_tile=convolution.groups(conv.c_out))
         return out
-
-    def split(self, x: Tensor, *channels: int) -> list[Tensor]:
-        firsts = np.cumsum([0, *channels[:-1]]).tolist()
-        parts = zip(firsts, channels, strict=True)
-        return [Tensor(x.buffer, x.first + first * self.tokens, x.batch_stride, count) for first, count in parts]
 
     def attend(self, qkv: Tensor, num_heads: int, key_dim: int, pe: Conv) -> Tensor:
         out, n = self._new(pe.c_out), self.tokens
