@@ -21,6 +21,7 @@ from numba_psa.cpu.vector import (
     VECTOR_BYTES,
     advance,
     broadcast_rows,
+    even_lanes,
     exp2,
     exp2_each,
     fma,
@@ -31,6 +32,7 @@ from numba_psa.cpu.vector import (
     max_of_rows,
     maximum,
     multiply_each,
+    odd_lanes,
     splat,
     square_rows,
     store,
@@ -82,6 +84,8 @@ def one_vector(x, y, z, out):
     store(o, 6 * width, where_greater(a, b, c))
     store(o, 7 * width, splat(o, 0.1))
     store(advance(o, 8 * width), 0, load(advance(at(x), 3), 2))
+    store(o, 9 * width, even_lanes(a, b))
+    store(o, 10 * width, odd_lanes(a, b))
 
 
 def full_rows(x, y, z, out):

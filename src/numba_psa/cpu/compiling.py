@@ -101,16 +101,42 @@ def call(_typing, address, problem, scale, begin, end):
     return types.void(types.int64, types.uintp, types.float64, types.int64, types.int64), generate
 
 
+def _parallel(function: Callable) -> Callable:
+    """The function compiled for several threads, kept on disk where there is a directory for it."""
+    try:
+        compiled = numba.njit(parallel=True, nogil=True, cache=True)(function)
+    except RuntimeError:
+        return numba.njit(parallel=True, nogil=True)(function)
+    _keep(compiled._cache)
+    return compiled
+
+
+@_parallel
 def _share(kernel, problem, scale, items, threads):
     for thread in prange(threads):
         call(kernel, problem.ctypes.data, scale, thread * items // threads, (thread + 1) * items // threads)
 
 
-try:
-    _share = numba.njit(parallel=True, nogil=True, cache=True)(_share)
-    _keep(_share._cache)
-except RuntimeError:
-    _share = numba.njit(parallel=True, nogil=True)(_share)
+@_parallel
+def _share_in_order(steps, scales, threads):
+    for i in range(len(steps)):
+        items = steps[i, 2]
+        for thread in prange(threads):
+            call(steps[i, 0], steps[i, 1], scales[i], thread * items // threads, (thread + 1) * items // threads)
+
+
+def run_in_order(steps: np.ndarray, scales: np.ndarray) -> None:
+    """Many kernels one after the other: rows of `steps` are address of the kernel, address of its problem, items (int64).
+
+    One call from Python for all of them, and threads meet after each. Work is dealt as in `Kernel.run`.
+    """
+    threads = numba.get_num_threads()
+    if threads == 1:
+        for (address, problem, items), scale in zip(steps.tolist(), scales.tolist(), strict=True):
+            _PROTOTYPE(address)(problem, None, scale, 0, items)
+        return
+    with _region():
+        _share_in_order(steps, scales, threads)
 
 
 # ---- the threading layer ----------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def _product_rows(zeros, first, acc, bias, weights, tile, steps):
 
 
 @called
-def _products(acc, count, bias, weights, tile, steps):
+def products(acc, count, bias, weights, tile, steps):
     for_tiles(_product_rows, count, acc, (acc, bias, weights, tile, steps))
 
 
@@ -113,7 +113,7 @@ def _load_shifted(tile, source, tokens, first, channels, side, width, padding, p
 
 
 @called
-def _silu(acc, count):
+def silu_rows(acc, count):
     """x / (1 + exp(-x))."""
     width = lanes(acc)
     for r in range(count):
@@ -172,9 +172,9 @@ def convolve(problem, like, scale, begin, end):
             loaded = block
         row = group * GROUP
         count = min(GROUP, c_out - row)
-        _products(acc, count, advance(bias, row), advance(weights, row * steps), tile, steps)
+        products(acc, count, advance(bias, row), advance(weights, row * steps), tile, steps)
         if silu:
-            _silu(acc, count)
+            silu_rows(acc, count)
         if problem[2]:
             _add_residual(acc, count, advance(residual, b * problem[3] + row * tokens), tokens, first, present)
         store_tile(advance(out, b * problem[1] + row * tokens), tokens, 1, first, present, acc, count)

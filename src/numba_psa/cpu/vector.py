@@ -224,6 +224,23 @@ def where_greater(_typing, a, b, x):
     return x(a, a, x), generate
 
 
+def _every_other(vector: Vector, first: int):
+    mask = ir.Constant(ir.VectorType(_I32, vector.lanes), list(range(first, 2 * vector.lanes, 2)))
+    return vector(vector, vector), lambda context, builder, sig, arguments: builder.shuffle_vector(*arguments, mask)
+
+
+@intrinsic
+def even_lanes(_typing, a, b):
+    """Lanes 0, 2, 4, … of a followed by b."""
+    return _every_other(a, 0)
+
+
+@intrinsic
+def odd_lanes(_typing, a, b):
+    """Lanes 1, 3, 5, … of a followed by b."""
+    return _every_other(a, 1)
+
+
 def _define_operator(function, emit):
     @infer_global(function)
     class _Typing(AbstractTemplate):

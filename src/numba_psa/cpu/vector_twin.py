@@ -57,6 +57,16 @@ def exp2(x):
 
 
 @njit
+def even_lanes(a, b):
+    return np.concatenate((a, b))[::2].copy()
+
+
+@njit
+def odd_lanes(a, b):
+    return np.concatenate((a, b))[1::2].copy()
+
+
+@njit
 def where_greater(a, b, x):
     result = x.copy()
     for lane in range(len(a)):

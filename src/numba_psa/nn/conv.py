@@ -14,7 +14,7 @@ BATCH_NORM = ("weight", "bias", "running_mean", "running_var")
 
 @dataclass(frozen=True, eq=False)
 class Conv:
-    """y = act(weight * x + bias), stride 1, zero padding k//2, act SiLU or nothing.
+    """y = act(weight * x + bias), zero padding k//2, act SiLU or nothing.
 
     weight `[c_out, c_in/groups, k, k]` and bias `[c_out]` in float64; depthwise where groups = c_in.
     """
@@ -23,6 +23,7 @@ class Conv:
     bias: np.ndarray
     silu: bool = False
     groups: int = 1
+    stride: int = 1
     prepared: dict = field(default_factory=dict, repr=False)
     """What implementations made of the weights, by their own keys."""
 

@@ -28,10 +28,11 @@ class Exact:
         weight, bias = (array.astype(self.compute_dtype) for array in (conv.weight, conv.bias))
         (batch, _, height, width), k, groups = x.shape, conv.kernel_size, conv.groups
         framed = np.pad(x, ((0, 0), (0, 0), (k // 2, k // 2), (k // 2, k // 2)))
+        step, height, width = conv.stride, -(-height // conv.stride), -(-width // conv.stride)
         y = np.zeros((batch, groups, conv.c_out // groups, height * width), self.compute_dtype)
         for dy in range(k):
             for dx in range(k):
-                moved = framed[:, :, dy : dy + height, dx : dx + width]
+                moved = framed[:, :, dy : dy + step * height : step, dx : dx + step * width : step]
                 moved = moved.reshape(batch, groups, conv.c_in // groups, height * width)
                 y += weight[:, :, dy, dx].reshape(groups, conv.c_out // groups, -1) @ moved
         y = y.reshape(batch, conv.c_out, height, width) + bias[:, None, None]
@@ -42,6 +43,27 @@ class Exact:
     def split(self, x: np.ndarray, *channels: int) -> list[np.ndarray]:
         """x in parts of so many channels."""
         return np.split(x, np.cumsum(channels)[:-1], axis=1)
+
+    def upsample(self, x: np.ndarray) -> np.ndarray:
+        """Each token as 2×2 of the same."""
+        return x.repeat(2, axis=2).repeat(2, axis=3)
+
+    def pools(self, x: np.ndarray) -> list[np.ndarray]:
+        """Three results: the maximum over 5×5 around each token (what is outside does not count), of it again, and again."""
+        results = []
+        for _ in range(3):
+            framed = np.pad(x, ((0, 0), (0, 0), (2, 2), (2, 2)), constant_values=-np.inf)
+            x = np.lib.stride_tricks.sliding_window_view(framed, (5, 5), axis=(2, 3)).max(axis=(-2, -1))
+            results.append(x)
+        return results
+
+    def expect(self, x: np.ndarray) -> np.ndarray:
+        """`[B, 4, H, W]` of x `[B, 4·bins, H, W]`: Σ_b b · softmax_b(x), the expected bin of each of the four sides."""
+        batch, channels, height, width = x.shape
+        x = x.reshape(batch, 4, channels // 4, height, width)
+        weights = np.exp(x - x.max(axis=2, keepdims=True))
+        bins = np.arange(channels // 4, dtype=x.dtype)[:, None, None]
+        return (weights * bins).sum(axis=2) / weights.sum(axis=2)
 
     def attend(self, qkv: np.ndarray, num_heads: int, key_dim: int, pe: Conv) -> np.ndarray:
         """v · softmax_keys(key_dim^-½ · qᵀ k)ᵀ + pe(v)."""

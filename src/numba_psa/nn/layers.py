@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from os import PathLike
 from typing import Any, ClassVar
@@ -308,39 +308,75 @@ class Bottleneck:
         return run.conv(self.cv2, run.conv(self.cv1, x), x if self.shortcut else None)
 
 
-class C3k2(Layer):
-    """YOLO26's with attention: y = cv2(concat(a, b, u_1, …, u_n)), a and b the halves of cv1(x).
+class C3k:
+    """cv3(concat(m(cv1(x)), cv2(x))): m two Bottlenecks of e channels, inside too; all 1×1 but theirs, all with SiLU."""
 
-    u_i = unit_i(u_{i-1}), u_0 = b. A unit is a Bottleneck and then a PSABlock; cv1 1×1 c_in → 2c, cv2 1×1 (2+n)c → c_out,
-    both with SiLU.
+    CONVS = (
+        Wanted("cv1", (1, "e"), (1, "c"), silu=True),
+        Wanted("cv2", (1, "e"), (1, "c"), silu=True),
+        *(Wanted(f"m.{i}.{cv}", (1, "e"), (1, "e"), 3, silu=True) for i in range(2) for cv in ("cv1", "cv2")),
+        Wanted("cv3", (1, "c"), (2, "e"), silu=True),
+    )
+
+    def __init__(self, convs: Mapping[str, Conv], shortcut: bool = True):
+        self.cv1, self.cv2, self.cv3 = (convs[name] for name in ("cv1", "cv2", "cv3"))
+        self.blocks = tuple(Bottleneck(convs[f"m.{i}.cv1"], convs[f"m.{i}.cv2"], shortcut) for i in range(2))
+
+    def forward(self, run, x):
+        y = run.conv(self.cv1, x)
+        for block in self.blocks:
+            y = block.forward(run, y)
+        return run.conv(self.cv3, (y, run.conv(self.cv2, x)))
+
+
+class C3k2(Layer):
+    """y = cv2(concat(a, b, u_1, …, u_n)), a and b the halves of cv1(x).
+
+    u_i = unit_i(u_{i-1}), u_0 = b. A unit is a Bottleneck, or a C3k, or (YOLO26's with attention, the default where names do
+    not tell) a Bottleneck and then a PSABlock; cv1 1×1 c_in → 2c, cv2 1×1 (2+n)c → c_out, both with SiLU.
     """
 
     PREFIX = "model.22"
 
-    def __init__(self, cv1: Conv, cv2: Conv, units: tuple[tuple[Bottleneck, PSABlock], ...]):
+    def __init__(self, cv1: Conv, cv2: Conv, units: tuple[tuple[Any, ...], ...]):
         super().__init__()
         self.cv1, self.cv2, self.units = cv1, cv2, units
         self.c_in, self.c_out = cv1.c_in, cv2.c_out
-        self.attentions = tuple(block.attn for _, block in units)
+        self.attentions = tuple(block.attn for unit in units for block in unit if isinstance(block, PSABlock))
 
     @classmethod
     def _wanted(cls, state):
         n = count_units(state, r"m\.(\d+)\.")
         outer = Wanted("cv1", (2, "c"), (1, "c_in"), silu=True), Wanted("cv2", (1, "c_out"), (2 + n, "c"), silu=True)
-        units = ((*under(f"m.{i}.0", Bottleneck.CONVS), *under(f"m.{i}.1", PSABLOCK)) for i in range(n))
-        return *outer, *(conv for unit in units for conv in unit)
+        return *outer, *(conv for i in range(n) for conv in under(f"m.{i}", cls._unit(state, f"m.{i}")))
+
+    @staticmethod
+    def _unit(names: Iterable[str], prefix: str) -> tuple[Wanted, ...]:
+        """The convolutions of the kind of unit that the names below `prefix` belong to."""
+        parts = {name[len(prefix) + 1 :].split(".")[0] for name in names if name.startswith(f"{prefix}.")}
+        if "cv3" in parts:
+            return C3k.CONVS
+        return Bottleneck.CONVS if "cv1" in parts else (*under("0", Bottleneck.CONVS), *under("1", PSABLOCK))
 
     @classmethod
     def _assemble(cls, convs, *, num_heads: int | None = None, shortcut: bool = True):
         units = []
-        while first := below(convs, f"m.{len(units)}.0"):
-            block = PSABlock._assemble(below(convs, f"m.{len(units)}.1"), num_heads=num_heads, shortcut=shortcut)
-            units.append((Bottleneck(first["cv1"], first["cv2"], shortcut), block))
+        while unit := below(convs, f"m.{len(units)}"):
+            if "cv3" in unit:
+                units.append((C3k(unit, shortcut),))
+            elif "cv1" in unit:
+                units.append((Bottleneck(unit["cv1"], unit["cv2"], shortcut),))
+            else:
+                first = Bottleneck(unit["0.cv1"], unit["0.cv2"], shortcut)
+                units.append((first, PSABlock._assemble(below(unit, "1"), num_heads=num_heads, shortcut=shortcut)))
         return cls(convs["cv1"], convs["cv2"], tuple(units))
 
     def forward(self, run, x):
         c = self.cv1.c_out // 2
         parts = run.split(run.conv(self.cv1, x), c, c)
-        for bottleneck, block in self.units:
-            parts.append(block.forward(run, bottleneck.forward(run, parts[-1])))
+        for unit in self.units:
+            y = parts[-1]
+            for block in unit:
+                y = block.forward(run, y)
+            parts.append(y)
         return run.conv(self.cv2, parts)

@@ -19,7 +19,10 @@ Width = tuple[int, str]
 
 @dataclass(frozen=True)
 class Wanted:
-    """A convolution that a layer needs: `<name>.conv.weight [c_out, c_in, k, k]` and a bias or a batch norm."""
+    """A convolution that a layer needs: `<name>.conv.weight [c_out, c_in, k, k]` and a bias or a batch norm.
+
+    A plain one has `<name>.weight` and `<name>.bias` and never a batch norm.
+    """
 
     name: str
     c_out: Width
@@ -27,6 +30,13 @@ class Wanted:
     kernel_size: int = 1
     silu: bool = False
     depthwise: bool = False
+    stride: int = 1
+    plain: bool = False
+
+    @property
+    def path(self) -> str:
+        """What the names of its weight and its bias begin with."""
+        return self.name if self.plain else f"{self.name}.conv"
 
     @property
     def weight_axes(self) -> tuple[Width, ...]:
@@ -55,13 +65,15 @@ def count_units(state: Mapping[str, np.ndarray], pattern: str) -> int:
     return max(numbers, default=0) + 1
 
 
-def build(state: Mapping[str, np.ndarray], wanted: Sequence[Wanted], layer: str) -> dict[str, Conv]:
+def build(
+    state: Mapping[str, np.ndarray], wanted: Sequence[Wanted], layer: str, known: Mapping[str, int] | None = None
+) -> dict[str, Conv]:
     """{name: Conv} for all of `wanted`, out of the arrays of one layer.
 
     Raises one WeightsError with every name that is missing, unexpected, or has a wrong shape, dtype or value. A size is
-    what most weights say it is, so that one wrong array is not taken for many.
+    what most weights say it is, so that one wrong array is not taken for many; or what `known` says.
     """
-    sizes = _sizes(state, wanted)
+    sizes = _sizes(state, wanted) | dict(known or {})
     problems: list[str] = []
     used: set[str] = set()
     convs = {conv.name: _conv(state, conv, sizes, problems, used) for conv in wanted}
@@ -75,10 +87,10 @@ def build(state: Mapping[str, np.ndarray], wanted: Sequence[Wanted], layer: str)
 def _sizes(state: Mapping[str, np.ndarray], wanted: Sequence[Wanted]) -> dict[str, int]:
     votes: dict[str, Counter] = defaultdict(Counter)
     for conv in wanted:
-        parts = ["conv.bias", *(f"bn.{part}" for part in BATCH_NORM)]
-        candidates = [("conv.weight", conv.weight_axes), *((part, [conv.c_out]) for part in parts)]
-        for part, axes in candidates:
-            shape = np.shape(state.get(f"{conv.name}.{part}", ()))
+        parts = [f"{conv.path}.bias", *(f"{conv.name}.bn.{part}" for part in BATCH_NORM)]
+        candidates = [(f"{conv.path}.weight", conv.weight_axes), *((part, [conv.c_out]) for part in parts)]
+        for name, axes in candidates:
+            shape = np.shape(state.get(name, ()))
             if len(shape) == len(axes):
                 for (factor, symbol), size in zip(axes, shape, strict=True):
                     if symbol and size and size % factor == 0:
@@ -108,17 +120,17 @@ def _conv(state, conv: Wanted, sizes: Mapping[str, int], problems: list[str], us
         return None
 
     before = len(problems)
-    weight = take(f"{conv.name}.conv.weight", conv.weight_axes)
-    normed = any(f"{conv.name}.bn.{part}" in state for part in BATCH_NORM)
+    weight = take(f"{conv.path}.weight", conv.weight_axes)
+    normed = not conv.plain and any(f"{conv.name}.bn.{part}" in state for part in BATCH_NORM)
     if normed:
         parts = {part: take(f"{conv.name}.bn.{part}", [conv.c_out]) for part in BATCH_NORM}
     else:
-        bias = take(f"{conv.name}.conv.bias", [conv.c_out], f" (or {conv.name}.bn.*)")
+        bias = take(f"{conv.path}.bias", [conv.c_out], "" if conv.plain else f" (or {conv.name}.bn.*)")
     if len(problems) > before:
         return None
     if normed:
         weight, bias = fold(weight, parts)
-    return Conv(weight, bias, conv.silu, len(weight) if conv.depthwise else 1)
+    return Conv(weight, bias, conv.silu, len(weight) if conv.depthwise else 1, conv.stride)
 
 
 def natural(name: str) -> list:
