@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from numba_psa.commands import vectors
+from numba_psa.commands.convert import convert
 from numba_psa.commands.doctor import doctor
 from numba_psa.commands.fuzz import fuzz
 from numba_psa.commands.infer import infer
@@ -31,3 +32,4 @@ app.command()(fuzz)
 app.add_typer(vectors.app, name="vectors")
 app.command()(infer)
 app.command()(weights)
+app.command()(convert)

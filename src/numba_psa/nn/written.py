@@ -1,0 +1,28 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def written(path: str | PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to write, which becomes `path` once the block has ended; where the block raises, `path` is left as it was."""
+    path = Path(path)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)  # mkstemp lets only the owner read
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
