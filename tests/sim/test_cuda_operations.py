@@ -15,8 +15,16 @@ FORWARD = (*LAYOUT, "psa_attention", "flash_attention2_forward")
 HALF, BRAIN, SINGLE = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 
 
+LAYOUTS = [
+    (PSAShape(2, 2, 5, 3, 7), HALF),
+    (PSAShape(1, 2, 4, 2, 4), SINGLE),
+    (PSAShape(1, 1, 24, 5, 7), HALF),
+    (PSAShape(1, 1, 16, 8, 18), BRAIN),
+]
+
+
 @pytest.mark.parametrize("name", LAYOUT)
-@pytest.mark.parametrize(("shape", "dtype"), [(PSAShape(2, 2, 5, 3, 7), HALF), (PSAShape(1, 2, 4, 2, 4), SINGLE)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), LAYOUTS, ids=str)
 def test_layout_is_exact(name, shape, dtype):
     kernel_checks.agrees_on(cuda, name, shape, dtype)
 

@@ -1,7 +1,8 @@
 """The layout operations as coalesced transposes: [KEY_DIM][N] to [N][KEY_DIM] and back, through shared memory.
 
-A block moves all channels of TOKENS tokens of one matrix. Both sides are touched 16 bytes at a time where addresses allow;
-rows of shared memory are an odd number of words long, so that neither side meets its own banks.
+A block moves all channels of TOKENS tokens of one matrix. Both sides are touched 16 bytes at a time where addresses allow.
+16-bit matrices whose channels come in eights go through ldmatrix (transpose.py), others an element at a time: then rows of
+shared memory are an odd number of words long, so that neither side meets its own banks.
 """
 
 from __future__ import annotations
@@ -12,21 +13,14 @@ from typing import NamedTuple
 from numba import types, uint32
 
 from numba_psa._numba_cuda import MAX_GRID_Y, cuda
+from numba_psa.cuda import transpose
+from numba_psa.cuda.chunks import element_of, load_chunk, put_element, store_chunk
 from numba_psa.cuda.device import (
     REVISION,
     barrier,
-    ld_global_8x16,
-    ld_global_u16,
-    ld_global_u32,
-    ld_global_v2_u32,
-    ld_global_v4_u32,
     ld_shared_u16,
     ld_shared_u32,
     shared_address,
-    st_global_u16,
-    st_global_u32,
-    st_global_v2_u32,
-    st_global_v4_u32,
     st_shared_u16,
     st_shared_u32,
     step,
@@ -56,8 +50,6 @@ class LayoutConfig:
     rows_copy: int = 16
     tokens_copy: int = 16
     tokens: int = 128
-    threads: int = 256
-    blocks_per_sm: int = 4
     revision = REVISION
 
     def __post_init__(self) -> None:
@@ -73,12 +65,32 @@ class LayoutConfig:
                 raise ParameterError(f"{self}: {reason}")
 
     @property
+    def matrices(self) -> bool:
+        """Whether the tile is transposed by ldmatrix, else an element at a time."""
+        return self.item == 2 and self.key_dim % 8 == 0 and self.tokens_copy == 16 and self.tokens >= 32
+
+    @property
+    def threads(self) -> int:
+        return 128 if self.matrices and self.key_dim <= 64 else 256
+
+    @property
+    def blocks_per_sm(self) -> int:
+        return 8 if self.matrices and self.key_dim <= 64 else 4
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """Shape of a thread's registers: chunks of 16 bytes that it loads at once."""
+        return (-(-self.key_dim * self.tokens // 8 // self.threads), 4) if self.matrices else (4,)
+
+    @property
     def stride(self) -> int:
         words = self.tokens * self.item // 4
         return 4 * (words + 1 - words % 2)
 
     @property
     def shared_bytes(self) -> int:
+        if self.matrices:
+            return max(transpose.tile_bytes(*size) for size in ((self.key_dim, self.tokens), (self.tokens, self.key_dim)))
         return self.key_dim * self.stride
 
     @property
@@ -90,65 +102,7 @@ class LayoutConfig:
         return Layout(*(int(getattr(self, field)) for field in Layout._fields))
 
 
-# ---- 16 bytes at a time -----------------------------------------------------------------------------------------------
-@step
-def element_of(words, item, i):
-    return words[i] if item == 4 else words[i // 2] >> 16 * (i % 2) & 0xFFFF
-
-
-@step
-def put_element(words, item, i, value):
-    if item == 4:
-        words[i] = value
-    elif i % 2 == 0:
-        words[i // 2] = value
-    else:
-        words[i // 2] |= uint32(value) << 16
-
-
-@step
-def load_chunk(words, item, copy, address, valid):
-    """words = 16 bytes; of their elements only `valid` are read."""
-    count = 16 // item
-    if valid >= count:
-        if copy == 16:
-            words[0], words[1], words[2], words[3] = ld_global_v4_u32(address)
-        elif copy == 8:
-            words[0], words[1] = ld_global_v2_u32(address)
-            words[2], words[3] = ld_global_v2_u32(address + 8)
-        elif copy == 4:
-            for i in range(4):
-                words[i] = ld_global_u32(address + 4 * i)
-        else:
-            words[0], words[1], words[2], words[3] = ld_global_8x16(address)
-    else:
-        for i in range(count):
-            if i < valid:
-                put_element(words, item, i, ld_global_u32(address + 4 * i) if item == 4 else ld_global_u16(address + 2 * i))
-
-
-@step
-def store_chunk(words, item, copy, address, valid):
-    """16 bytes from words; only `valid` elements are written."""
-    count = 16 // item
-    if valid >= count and copy > 2:
-        if copy == 16:
-            st_global_v4_u32(address, words[0], words[1], words[2], words[3])
-        elif copy == 8:
-            st_global_v2_u32(address, words[0], words[1])
-            st_global_v2_u32(address + 8, words[2], words[3])
-        else:
-            for i in range(4):
-                st_global_u32(address + 4 * i, words[i])
-    else:
-        for i in range(count):
-            if i < valid:
-                if item == 4:
-                    st_global_u32(address + 4 * i, words[i])
-                else:
-                    st_global_u16(address + 2 * i, element_of(words, 2, i))
-
-
+# ---- through rows of shared memory, an element at a time across --------------------------------------------------------
 @step
 def chunk_to_row(tile, words, shared):
     """16 bytes along a channel's row; rows are not aligned to more than 4."""
@@ -220,17 +174,18 @@ def tokens_to_rows(tile, words, shared, tokens, rows, n_tokens, first, tid):
 
 def make_psa_pack_qkv(config):
     """packed[section, bh, n, d] = qkv[b, (4h + section) KEY_DIM + d, n], a block a tile of one (bh, section)."""
-    tile = config.constants()
+    tile, WORDS = config.constants(), config.words
+    move = transpose.rows_to_tokens if config.matrices else rows_to_tokens
 
     def psa_pack_qkv_kernel(qkv, packed, n_tokens, heads):
         """Addresses. Grid (ceil(N / tokens), 65535 matrices, the rest of them)."""
         shared = shared_address(cuda.shared.array(0, uint32))
-        words = cuda.local.array(4, uint32)
+        words = cuda.local.array(WORDS, uint32)
         matrix = cuda.blockIdx.z * MAX_GRID_Y + cuda.blockIdx.y  # bh * 4 + section
         if matrix < 4 * heads:
             matrix_bytes = tile.key_dim * n_tokens * tile.item
             target = packed + (matrix % 4 * heads + matrix // 4) * matrix_bytes
-            rows_to_tokens(
+            move(
                 tile,
                 words,
                 shared,
@@ -246,17 +201,18 @@ def make_psa_pack_qkv(config):
 
 def make_psa_merge_attn_nchw(config):
     """out[b, 2h KEY_DIM + d, n] = lo[bh, n, d], and hi KEY_DIM channels further, a block a tile of one (bh, half)."""
-    tile = config.constants()
+    tile, WORDS = config.constants(), config.words
+    move = transpose.tokens_to_rows if config.matrices else tokens_to_rows
 
     def psa_merge_attn_nchw_kernel(lo, hi, out, n_tokens, heads):
         """Addresses. Grid (ceil(N / tokens), 65535 matrices, the rest of them)."""
         shared = shared_address(cuda.shared.array(0, uint32))
-        words = cuda.local.array(4, uint32)
+        words = cuda.local.array(WORDS, uint32)
         matrix = cuda.blockIdx.z * MAX_GRID_Y + cuda.blockIdx.y  # bh * 2 + half
         if matrix < 2 * heads:
             matrix_bytes = tile.key_dim * n_tokens * tile.item
             source = (hi if matrix % 2 else lo) + matrix // 2 * matrix_bytes
-            tokens_to_rows(
+            move(
                 tile,
                 words,
                 shared,
