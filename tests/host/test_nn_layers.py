@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from layer_cases import FIXTURES, build, fixture, layers_with_input, normal
 
 from numba_psa import cpu, nn
+from numba_psa.devices import gpu_problem
 from numba_psa.errors import BackendUnavailableError, DTypeError, ParameterError, ShapeError
 from numba_psa.nn.layers import PLANS
 from numba_psa.numerics import BFLOAT16, FLOATS, relative_error
@@ -220,10 +221,22 @@ class OnDevice:
         raise AssertionError("copied to the host")
 
 
-@pytest.mark.parametrize("impl", [None, "cpu", "oracle"])
+@pytest.mark.parametrize("impl", ["cpu", "oracle"])
 def test_device_arrays_are_never_copied(impl):
-    with pytest.raises(BackendUnavailableError, match="impl='cpu' and impl='oracle', on NumPy arrays"):
+    with pytest.raises(DTypeError, match="takes NumPy arrays, and a OnDevice lies on the device"):
         build()(OnDevice(), impl)
+
+
+@pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU")
+@pytest.mark.parametrize(("x", "impl"), [(OnDevice(), None), (normal(1, 17, 3, 4), "cuda"), (normal(1, 17, 3, 4), "mirror")])
+def test_without_a_gpu_the_error_says_what_is_missing(x, impl):
+    with pytest.raises(BackendUnavailableError, match=rf"impl='{impl or 'cuda'}' needs a CUDA GPU.*impl='cpu'"):
+        build()(x, impl)
+
+
+def test_a_stream_is_for_cuda():
+    with pytest.raises(ParameterError, match="stream is for impl='cuda'"):
+        build()(normal(1, 17, 3, 4), stream=0)
 
 
 def test_layers_need_no_numba_for_the_oracle():

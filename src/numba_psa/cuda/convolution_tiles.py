@@ -186,3 +186,27 @@ def packed(weight: np.ndarray, item: int) -> np.ndarray:
     # [tile][half][i//4] [chunk][h][i%4][of a pair] [dy][dx] -> [tile] [chunk][dy] [dx] [i//4][i%4] [h][half] [of a pair]
     split = full.reshape(len(full) // 16, 2, 8, -1, 2, 4, pair, k, k)
     return np.ascontiguousarray(split.transpose(0, 3, 7, 8, 2, 5, 4, 1, 6)).reshape(-1)
+
+
+def choose_convolution(
+    c_in: int, c_out: int, batch: int, tokens: int, multiprocessors: int, *, taps: int, item: int, **fields
+) -> ConvolutionConfig:
+    """The tiles for a convolution: where there are few, small ones and sums in parts, for every multiprocessor to have one."""
+    steps = -(-c_in // (32 // item)) * taps
+
+    def blocks(channels: int) -> int:
+        return batch * -(-tokens // 32) * -(-c_out // channels)
+
+    if blocks(32) <= 3 * multiprocessors:
+        channel_tiles = 2 if blocks(32) >= 0.6 * multiprocessors else 1
+        k_warps = 8 if steps >= 16 else 4
+        sizes = {"channel_tiles": channel_tiles, "k_warps": k_warps, "steps": 2 if taps > 1 else 4}
+    else:
+        channel_warps = 4 if c_out > 128 else 2 if c_out > 64 else 1
+        sizes = {
+            "channel_tiles": 4,
+            "k_warps": 1,
+            "channel_warps": channel_warps,
+            "steps": 1 if item == 4 or taps > 1 else 2,
+        }
+    return ConvolutionConfig(taps=taps, item=item, **sizes, **fields)

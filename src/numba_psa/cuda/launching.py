@@ -52,6 +52,7 @@ class Kernel:
         self.config = config
         self._block = (config.threads, 1, 1)
         self._shared = config.shared_bytes
+        self._overlaps = getattr(config, "overlaps", False)
         self._types = tuple(_CTYPES[str(argument)] for argument in signature.args)
         if SIMULATED:
             self._simulated = cuda.jit(make(config))
@@ -63,22 +64,48 @@ class Kernel:
 
         self._driver = driver
         cuda.current_context()
-        self._module = _checked(driver.cuModuleLoadData(cubin), "cuModuleLoadData")
-        self._function = _checked(driver.cuModuleGetFunction(self._module, entry_of(cubin)), "cuModuleGetFunction")
+        self._module = checked(driver.cuModuleLoadData(cubin), "cuModuleLoadData")
+        self._function = checked(driver.cuModuleGetFunction(self._module, entry_of(cubin)), "cuModuleGetFunction")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(self._function, attribute, self._shared), "cuFuncSetAttribute")
+        checked(driver.cuFuncSetAttribute(self._function, attribute, self._shared), "cuFuncSetAttribute")
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
         if SIMULATED:
             self._simulated[grid, self._block, 0, self._shared](*arguments)
             return
         launch, parameters = self._driver.cuLaunchKernel, (arguments, self._types)
+        if self._overlaps:
+            checked(
+                self._driver.cuLaunchKernelEx(self._early(grid, stream), self._function, parameters, 0), "cuLaunchKernelEx"
+            )
+            return
         (status,) = launch(self._function, *grid, *self._block, self._shared, stream, parameters, 0)
         if status == _INVALID_CONTEXT:  # this thread has not used CUDA yet
             cuda.current_context()
             (status,) = launch(self._function, *grid, *self._block, self._shared, stream, parameters, 0)
         if status:
-            _checked((status,), "cuLaunchKernel")
+            checked((status,), "cuLaunchKernel")
+
+    def _early(self, grid: tuple[int, int, int], stream: int) -> Any:
+        """A launch that may begin before the kernels before it have ended: it waits for them itself."""
+        driver, attribute = self._driver, self._driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = self._block
+        launch.sharedMemBytes, launch.hStream = self._shared, driver.CUstream(stream)
+        launch.attrs, launch.numAttrs = [attribute], 1
+        return launch
+
+    def node(self, grid: tuple[int, int, int], arguments: tuple) -> Any:
+        """A launch as the parameters of a node of a CUDA graph."""
+        parameters = self._driver.CUDA_KERNEL_NODE_PARAMS()
+        parameters.func, parameters.sharedMemBytes = self._function, self._shared
+        parameters.gridDimX, parameters.gridDimY, parameters.gridDimZ = grid
+        parameters.blockDimX, parameters.blockDimY, parameters.blockDimZ = self._block
+        parameters.kernelParams = arguments, self._types
+        return parameters
 
 
 @cache
@@ -96,7 +123,8 @@ def head_runs(heads: int) -> list[tuple[int, int]]:
     return [(first, min(MAX_GRID_Y, heads - first)) for first in range(0, heads, MAX_GRID_Y)]
 
 
-def _checked(answer: tuple, call: str) -> Any:
+def checked(answer: tuple, call: str) -> Any:
+    """The result of a driver call, or BackendUnavailableError."""
     status, *results = answer
     if status:
         raise BackendUnavailableError(f"the CUDA driver answers {call} with {status!r}")

@@ -85,7 +85,7 @@ class Call:
             array = np.empty(shape, dtype)
             return View(array.ctypes.data, shape, dtype, array)
         array = cuda.device_array(shape, dtype)
-        return View(_address(array), shape, dtype, array)
+        return View(address_of(array), shape, dtype, array)
 
     def result(self, view: View) -> Any:
         """A result as the caller's kind of array."""
@@ -100,7 +100,8 @@ class Call:
         if self.kind == "dlpack":
             raise ParameterError(f"{name}: {type(given).__name__} comes by DLPack only, which is for reading")
         if kind_of(given) != self.kind or not hasattr(given, "shape"):
-            raise DTypeError(f"{name} must be the same kind of array as the inputs, got {type(given).__name__}")
+            kind = "a numpy.ndarray" if self.kind == "numpy" else "the same kind of array as the inputs"
+            raise DTypeError(f"{name} must be {kind}, got {type(given).__name__}")
         check_shape(name, tuple(given.shape), tuple(shape), axes)
         found = dtype_of(given)
         if found != self.dtype:
@@ -114,6 +115,11 @@ class Call:
             if view.pointer < x.pointer + x.nbytes and x.pointer < view.pointer + view.nbytes:
                 raise ParameterError(f"{name} overlaps {other}: the result would overwrite what is still being read")
         return view
+
+    def added_target(self, name: str, given: Any, shape: Sequence[int], axes: Sequence[str]) -> View:
+        """The caller's array to add into, checked: its memory, or a contiguous copy of what it holds."""
+        view = self.target(name, given, shape, axes)
+        return view if view.owner is given else self._view(given)
 
     def finish(self, given: Any, view: View) -> Any:
         """The caller's own target, now holding the result, or the new array."""
@@ -140,7 +146,7 @@ class Call:
                 return View(host.ctypes.data, host.shape, host.dtype, host if host is not array else array)
             require_device("cuda")
             device = to_device(host) if host.size else None
-            return View(_address(device) if host.size else 0, host.shape, host.dtype, device)
+            return View(address_of(device) if host.size else 0, host.shape, host.dtype, device)
         if self.kind == "cupy":
             array = array if array.flags.c_contiguous else sys.modules["cupy"].ascontiguousarray(array)
             return View(array.data.ptr, array.shape, dtype_of(array), array)
@@ -149,7 +155,7 @@ class Call:
         device, shape, dtype = to_numba_array(array), tuple(array.shape), dtype_of(array)
         if not device.is_c_contiguous():
             device = flat_copy(device, _numba_stream(self.stream))
-        return View(_address(device), shape, dtype, array if _is_contiguous(array) else device)
+        return View(address_of(device), shape, dtype, array if _is_contiguous(array) else device)
 
 
 _libraries: dict[type, str] = {}
@@ -208,7 +214,8 @@ def _is_contiguous(array: Any) -> bool:
     return to_numba_array(array).is_c_contiguous()
 
 
-def _address(array: Any) -> int:
+def address_of(array: Any) -> int:
+    """Where a Numba device array begins; 0 for an empty one."""
     if SIMULATED:
         return array._ary.ctypes.data
     return array.__cuda_array_interface__["data"][0] or 0

@@ -1,14 +1,15 @@
 """Attention layers of YOLO10, YOLO11 and YOLO26 for inference, built from trained weights.
 
 Every layer is called as `layer(x, impl=None)`, x `[B, c_in, H, W]`, and written once: `forward` says what is computed on a
-*runner*, which is `Exact` (impl "oracle") or `Plan` (impl "cpu").
+*runner*, which is `Exact` (impl "oracle"), `Plan` ("cpu"), `CudaPlan` ("cuda") or `Mirrored` ("mirror").
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 from os import PathLike
 from typing import Any, ClassVar
@@ -17,8 +18,8 @@ import numpy as np
 
 from numba_psa import oracle
 from numba_psa.arrays import as_floats, check_target, quiet
-from numba_psa.errors import BackendUnavailableError, DTypeError, ParameterError, ShapeError
-from numba_psa.implementations import default_implementation, implementation
+from numba_psa.errors import DTypeError, ParameterError, ShapeError
+from numba_psa.implementations import implementation
 from numba_psa.nn.conv import Conv
 from numba_psa.nn.exact import Exact, split_heads
 from numba_psa.nn.files import read_state
@@ -29,6 +30,8 @@ from numba_psa.shapes import OUT_AXES, check_count, check_rank
 PLANS = 8
 """Input sizes that a layer keeps buffers for; the one not used for longest goes first."""
 
+_DLPACK_CUDA = 2
+
 
 def _index(name: str, value: Any, count: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -38,7 +41,19 @@ def _index(name: str, value: Any, count: int) -> int:
     return int(value)
 
 
-class Layer:
+def _on_device(array: Any) -> bool:
+    """Whether `array` lies on a CUDA device; asked without loading what could compute there."""
+    if isinstance(array, np.ndarray):
+        return False
+    try:
+        if hasattr(array, "__cuda_array_interface__") or hasattr(array, "__cuda_ndarray__"):
+            return True
+        return hasattr(array, "__dlpack_device__") and int(array.__dlpack_device__()[0]) == _DLPACK_CUDA
+    except Exception:  # torch refuses the interface to dtypes that NumPy does not know
+        return True
+
+
+class Layer(ABC):
     """What all layers share: building from weights, calling, looking at attention."""
 
     PREFIX: ClassVar[str]
@@ -74,34 +89,43 @@ class Layer:
         return cls.from_state_dict(read_state(path), cls.PREFIX if prefix is None else prefix, **options)
 
     @classmethod
+    @abstractmethod
     def _wanted(cls, state: Mapping[str, np.ndarray]) -> tuple[Wanted, ...]:
-        raise NotImplementedError
+        """The convolutions that the weights `state` are to be taken for."""
 
     @classmethod
+    @abstractmethod
     def _assemble(cls, convs: Mapping[str, Conv], **options: Any) -> Layer:
-        raise NotImplementedError
+        """The layer of these convolutions, by the names in `_wanted`."""
 
+    @abstractmethod
     def forward(self, run, x):
         """The layer's result on a runner; `run.conv(conv, x, add)` is act(conv(x)) + add."""
-        raise NotImplementedError
 
-    def __call__(self, x: Any, impl: str | None = None, *, out: np.ndarray | None = None) -> np.ndarray:
+    def __call__(self, x: Any, impl: str | None = None, *, out: Any = None, stream: Any = None) -> Any:
         """y `[B, c_out, H, W]` of x `[B, c_in, H, W]`, in the dtype of x: float16, bfloat16, float32 or float64.
 
         impl: "cpu" (the default for NumPy arrays) computes in float32, or float64 for float64, and rounds once at the end;
-        "oracle" computes in float64. `out`, shape and dtype of y, is written and returned; it may overlap x.
-        Raises ShapeError, DTypeError, ParameterError, and BackendUnavailableError for "cuda", "mirror" and device arrays:
-        layers have no GPU path, and nothing is copied to the host unasked.
+        "oracle" computes in float64. "cuda" (the default for device arrays: `__cuda_array_interface__`, DLPack; not float64)
+        and "mirror" round every intermediate result to the dtype and sum in float32; they return device arrays for device
+        arrays, and copy NumPy's over and back. `out`, shape, dtype and kind of y, is written and returned; it may overlap x
+        on the CPU. stream: as in `numba_psa.cuda.psa_attention`, for "cuda" only.
+        Raises ShapeError, DTypeError, ParameterError, BackendUnavailableError; nothing is copied to the host unasked.
         """
-        impl = impl or default_implementation(x)
-        if impl not in ("oracle", "cpu") or hasattr(x, "__cuda_array_interface__"):
+        impl = impl or ("cuda" if _on_device(x) else "cpu")
+        if impl in ("cuda", "mirror"):
+            from numba_psa.nn import on_gpu
+
+            return on_gpu.run(self, implementation(impl), x, out, stream)
+        if impl not in ("oracle", "cpu") or _on_device(x):
             implementation(impl)  # a name that does not exist is another error
-            raise BackendUnavailableError(
-                f"{type(self).__name__} runs on impl='cpu' and impl='oracle', on NumPy arrays, and has no impl={impl!r} for "
-                f"{type(x).__name__}: copy a device array to the host and choose one of them"
+            raise DTypeError(
+                f"impl={impl!r} takes NumPy arrays, and a {type(x).__name__} lies on the device: copy it, or impl='cuda'"
             )
+        if stream is not None:
+            raise ParameterError(f"stream is for impl='cuda', and this is impl={impl!r}")
         (x,), dtype = as_floats(x=x)
-        self._check(x)
+        self.check(x.shape)
         shape = len(x), self.c_out, *x.shape[2:]
         if out is not None:
             check_target("out", out, shape, OUT_AXES, dtype)
@@ -123,7 +147,7 @@ class Layer:
         Raises ShapeError, DTypeError, ParameterError.
         """
         (x,), _ = as_floats(x=x)
-        self._check(x)
+        self.check(x.shape)
         height, width = x.shape[2:]
         block = _index("block", block, len(self.attentions))
         attention = self.attentions[block]
@@ -144,10 +168,11 @@ class Layer:
         weights, _ = oracle.flash_attention2_forward(q[:, token : token + 1], k, every_token)
         return weights.reshape(len(x), height, width)
 
-    def _check(self, x: np.ndarray) -> None:
-        check_rank("x", x.shape, ("B", "c_in", "H", "W"))
-        if x.shape[1] != self.c_in:
-            raise ShapeError(f"x has {x.shape[1]} channels on axis 1, but this {type(self).__name__} takes {self.c_in}")
+    def check(self, shape: tuple[int, ...]) -> None:
+        """ShapeError unless the layer takes an x of this shape."""
+        check_rank("x", shape, ("B", "c_in", "H", "W"))
+        if shape[1] != self.c_in:
+            raise ShapeError(f"x has {shape[1]} channels on axis 1, but this {type(self).__name__} takes {self.c_in}")
 
     @staticmethod
     def _direct(out: np.ndarray | None, x: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
@@ -167,13 +192,17 @@ class Layer:
         from numba_psa.nn.planned import Plan, images_at_a_time  # compiled code, which the oracle does without
 
         key = (images_at_a_time(shape, compute), *shape[2:], compute)
+        return self.kept_plan(Plan, key)
+
+    def kept_plan(self, plan: Callable[..., Any], key: tuple) -> Any:
+        """`plan(layer, *key)`, made once; the PLANS used last are kept."""
         with self._planning:
-            if key not in self._plans:
-                self._plans[key] = Plan(self, *key)
-            self._plans.move_to_end(key)
+            if (plan, key) not in self._plans:
+                self._plans[plan, key] = plan(self, *key)
+            self._plans.move_to_end((plan, key))
             while len(self._plans) > PLANS:
                 self._plans.popitem(last=False)
-            return self._plans[key]
+            return self._plans[plan, key]
 
 
 ATTENTION = (

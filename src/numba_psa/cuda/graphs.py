@@ -1,0 +1,75 @@
+"""A chain of launches as one CUDA graph: captured once, replayed at the price of one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from numba_psa._numba_cuda import SIMULATED, cuda
+from numba_psa.cuda.launching import checked
+
+
+class Launch(NamedTuple):
+    """A `launching.Kernel`, or what is called like one, with its grid and arguments."""
+
+    kernel: Callable[..., None]
+    grid: tuple[int, int, int]
+    arguments: tuple
+
+
+class Graph:
+    """`graph.launch(stream)` runs the launches in order. Belongs to the device that was current when it was made.
+
+    The simulator has no graphs: there the launches run one by one.
+    """
+
+    def __init__(self, launches: Sequence[Launch]):
+        self._launches = list(launches)
+        self._graph = self._executable = None
+        if not SIMULATED:
+            self._capture()
+
+    def _capture(self) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        cuda.current_context()
+        stream = checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING), "cuStreamCreate")
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        checked(driver.cuStreamBeginCapture(stream, mode), "cuStreamBeginCapture")
+        self._nodes = []
+        try:
+            for kernel, grid, arguments in self._launches:
+                kernel(grid, int(stream), *arguments)
+                status, _, _, _, newest, *_ = driver.cuStreamGetCaptureInfo(stream)
+                checked((status,), "cuStreamGetCaptureInfo")
+                self._nodes.append(newest[0])
+        finally:
+            self._graph = checked(driver.cuStreamEndCapture(stream), "cuStreamEndCapture")
+            checked(driver.cuStreamDestroy(stream), "cuStreamDestroy")
+        self._executable = checked(driver.cuGraphInstantiate(self._graph, 0), "cuGraphInstantiate")
+
+    def replace(self, index: int, arguments: tuple) -> None:
+        """Give launch number `index`, of a Kernel, other arguments from the next replay on."""
+        kernel, grid, _ = self._launches[index]
+        self._launches[index] = Launch(kernel, grid, arguments)
+        if not SIMULATED:
+            set_parameters = self._driver.cuGraphExecKernelNodeSetParams
+            answer = set_parameters(self._executable, self._nodes[index], kernel.node(grid, arguments))
+            checked(answer, "cuGraphExecKernelNodeSetParams")
+
+    def launch(self, stream: int) -> None:
+        """Replay on a stream, given as a handle; replays of one graph never run at the same time."""
+        if SIMULATED:
+            for kernel, grid, arguments in self._launches:
+                kernel(grid, stream, *arguments)
+        else:
+            checked(self._driver.cuGraphLaunch(self._executable, stream), "cuGraphLaunch")
+
+    def __del__(self):
+        with suppress(Exception):  # at the end of the process the driver may be gone
+            if self._executable is not None:
+                self._driver.cuGraphExecDestroy(self._executable)
+            if self._graph is not None:
+                self._driver.cuGraphDestroy(self._graph)
