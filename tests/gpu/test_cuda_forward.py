@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from problems import seeds
 
-from numba_psa import OPERATIONS, BackendUnavailableError, DTypeError, ParameterError, PSAShape, ShapeError, cuda, oracle
+from numba_psa import OPERATIONS, DTypeError, ParameterError, PSAShape, ShapeError, cuda, oracle
 from numba_psa._numba_cuda import cuda as numba_cuda
 from numba_psa._numba_cuda import to_device, to_host
 from numba_psa.data import real_qkv
@@ -21,7 +21,6 @@ from numba_psa.testing.strategies import cases
 
 DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)]
 FORWARD = ("flash_attention2_forward", "psa_pack_qkv", "psa_extract_v_nchw", "psa_merge_attn_nchw", "psa_attention")
-BACKWARD = [name for name in OPERATIONS if name not in FORWARD]
 ATTENTION = OPERATIONS["psa_attention"]
 
 
@@ -310,9 +309,3 @@ def test_bad_input_is_refused(case):
     name, arguments, keywords, error, message = BAD_CALLS[case]
     with pytest.raises(error, match=message):
         getattr(cuda, name)(*arguments, **keywords)
-
-
-@pytest.mark.parametrize("name", BACKWARD)
-def test_what_is_not_there_says_so(name):
-    with pytest.raises(BackendUnavailableError, match="impl='mirror'"):
-        getattr(cuda, name)()

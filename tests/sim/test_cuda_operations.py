@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from bad_input import BAD_CALLS
 
-from numba_psa import OPERATIONS, BackendUnavailableError, DTypeError, ParameterError, PSAShape, ShapeError, cuda, oracle
+from numba_psa import DTypeError, ParameterError, PSAShape, ShapeError, cuda, oracle
 from numba_psa._numba_cuda import to_device, to_host
 from numba_psa.shapes import AttentionShape
 
 LAYOUT = ("psa_pack_qkv", "psa_extract_v_nchw", "psa_merge_attn_nchw")
-FORWARD = (*LAYOUT, "psa_attention", "flash_attention2_forward")
 HALF, BRAIN, SINGLE = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 
 
@@ -78,7 +77,7 @@ def test_strided_arrays_and_targets():
     assert (out[..., 1::2] == 7).all()
 
 
-@pytest.mark.parametrize("case", [case for case in BAD_CALLS if BAD_CALLS[case][0] in FORWARD])
+@pytest.mark.parametrize("case", list(BAD_CALLS))
 def test_bad_input_is_refused(case):
     name, arguments, keywords, error, message = BAD_CALLS[case]
     with pytest.raises(error, match=message):
@@ -99,19 +98,13 @@ QKV = np.zeros((1, 8, 2, 3), np.float32)
         ((QKV, 1), {"out": np.zeros((1, 4, 2, 3), np.float16)}, DTypeError, "out has dtype float16"),
         ((QKV, 1), {"out": QKV[:, :4]}, ParameterError, "overlaps qkv"),
         ((QKV, 1), {"stream": "default"}, DTypeError, "stream"),
-        ((QKV, 1), {"out": [1.0]}, DTypeError, "same kind of array"),
+        ((QKV, 1), {"out": [1.0]}, DTypeError, "numpy.ndarray"),
         ((object(), 1), {}, DTypeError, "got object"),
     ],
 )
 def test_what_only_cuda_refuses(arguments, keywords, error, message):
     with pytest.raises(error, match=message):
         cuda.psa_attention(*arguments, **keywords)
-
-
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in FORWARD])
-def test_what_is_not_there_says_so(name):
-    with pytest.raises(BackendUnavailableError, match="impl='mirror', impl='cpu' and impl='oracle' have it"):
-        getattr(cuda, name)()
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 2, 3), (2, 16, 0, 3)])

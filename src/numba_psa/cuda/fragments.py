@@ -119,12 +119,18 @@ def scores(tile, s, q, keys):
     """s = q k^T; keys is this lane's address."""
     fill(s, ZERO)
     for k in range(q.shape[1]):
-        for n in range(s.shape[1] // 2):
-            at = keys + k * channel_step(tile, tile.key_stride) + n * token_step(tile, tile.key_stride)
-            b = load_block(not tile.tokens_first, at)
-            for t in range(s.shape[0]):
-                mma(tile.bf16, s[t, 2 * n], q[t, k], b[0], b[1])
-                mma(tile.bf16, s[t, 2 * n + 1], q[t, k], b[2], b[3])
+        add_scores(tile, s, q, k, k, keys)
+
+
+@step
+def add_scores(tile, s, q, block, k, keys):
+    """s += q k^T over channels 16k .. 16k+15, which block number `block` of q holds."""
+    for n in range(s.shape[1] // 2):
+        at = keys + k * channel_step(tile, tile.key_stride) + n * token_step(tile, tile.key_stride)
+        b = load_block(not tile.tokens_first, at)
+        for t in range(s.shape[0]):
+            mma(tile.bf16, s[t, 2 * n], q[t, block], b[0], b[1])
+            mma(tile.bf16, s[t, 2 * n + 1], q[t, block], b[2], b[3])
 
 
 @step

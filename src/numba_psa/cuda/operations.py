@@ -12,7 +12,7 @@ from numba_psa.cuda.launching import current_device, kernel
 from numba_psa.cuda.layout import LayoutConfig
 from numba_psa.cuda.plans import cached_plan, device_scale, exactness, launcher
 from numba_psa.cuda.views import Call
-from numba_psa.errors import BackendUnavailableError, ParameterError, ShapeError
+from numba_psa.errors import ParameterError, ShapeError
 from numba_psa.numerics import FLOAT32, check_scale
 from numba_psa.shapes import OUT_AXES, SECTION_AXES, SECTIONS, AttentionShape, PSAShape, check_count, check_shape
 
@@ -159,22 +159,3 @@ def _layout_config(key_dim: int, item: int, rows_copy: int, tokens_copy: int) ->
 def _split(matrices: int) -> tuple[int, int]:
     """A count on the y and z axes of a grid."""
     return min(matrices, MAX_GRID_Y), -(-matrices // MAX_GRID_Y)
-
-
-# ---- not there yet ----------------------------------------------------------------------------------------------------
-def _missing(name: str) -> Any:
-    def missing(*arrays: Any, **keywords: Any) -> Any:
-        raise BackendUnavailableError(f"impl='cuda' has no {name} yet: impl='mirror', impl='cpu' and impl='oracle' have it")
-
-    missing.__name__ = missing.__qualname__ = name
-    missing.__doc__ = "Not part of impl='cuda' yet: raises BackendUnavailableError."
-    return missing
-
-
-flash_attention2_backward_dq = _missing("flash_attention2_backward_dq")
-flash_attention2_backward_dkv = _missing("flash_attention2_backward_dkv")
-psa_pack_qkv_backward = _missing("psa_pack_qkv_backward")
-psa_extract_v_backward = _missing("psa_extract_v_backward")
-psa_merge_attn_backward = _missing("psa_merge_attn_backward")
-psa_fa2_backward = _missing("psa_fa2_backward")
-psa_attention_backward = _missing("psa_attention_backward")

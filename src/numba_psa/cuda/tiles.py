@@ -71,6 +71,7 @@ class Tile(NamedTuple):
     split_offset: int  # TF32 wgmma: where the blocks in high and low parts begin
     split_bytes: int
     group_bytes: int
+    scales_gradients: int  # backward of float16
     revision: int  # of the sources: Numba caches by what a kernel closes over
 
 
@@ -92,7 +93,7 @@ class TileConfig:
     arch: int = 80
 
     # What a kernel that does not use it has.
-    bf16 = exact = False
+    bf16 = exact = scales_gradients = False
     keeps_query = True
     item = 2
     query_warps = key_warps = 1
@@ -352,7 +353,7 @@ class Tf32TileConfig(TileConfig):
     def together(self) -> int:
         """Column tiles of V in flight at once: the most up to 4 that divide them, fewer where registers are short."""
         width = self.key_pad + self.value_pad
-        most = 4 if width <= 112 else 2 if width <= 200 else 1
+        most = 4 if width <= 112 else 2 if width <= 160 else 1
         return max(i for i in range(1, most + 1) if self.value_pad // 8 % i == 0)
 
     @property
