@@ -96,6 +96,7 @@ TOKENS = [
     (MmaTileConfig, make_forward, {"query_warps": 1, "BN": 16, "copy": 16, "key_dim": 24, "value_dim": 40}, 35, 21),
     (MmaTileConfig, make_forward, {"query_warps": 2, "BN": 16, "copy": 2, "key_dim": 19, "value_dim": 5}, 20, 45),
     (Tf32TileConfig, make_forward_tf32, {"query_warps": 1, "copy": 4, "key_dim": 9, "value_dim": 17}, 20, 33),
+    (Tf32TileConfig, make_forward_tf32, {"query_warps": 1, "copy": 4, "key_dim": 75, "value_dim": 6}, 13, 35),
 ]
 
 

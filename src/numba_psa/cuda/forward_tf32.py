@@ -15,6 +15,7 @@ from numba_psa.cuda.fragments_tf32 import (
     mask_tail_permuted,
     scores_tf32,
     split_probabilities,
+    wide_scores_tf32,
     write_floats,
 )
 from numba_psa.cuda.heads import heads_of
@@ -42,6 +43,7 @@ def make_forward_tf32(config):
         p_high, p_low = cuda.local.array(P, uint32), cuda.local.array(P, uint32)
         v_high, v_low = cuda.local.array(V, uint32), cuda.local.array(V, uint32)
         s, part, acc = cuda.local.array(S, float32), cuda.local.array(PART, float32), cuda.local.array(ACC, float32)
+        s_part = cuda.local.array((4, 4), float32)
         m_i, l_i, alpha = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         start(m_i, l_i, acc, steepness)
 
@@ -63,7 +65,10 @@ def make_forward_tf32(config):
             start_copy(tile, stage_keys_values, ring + ahead, 0, head, n_keys, (j + tile.stages - 1) * block, at.tid)
             keys_left = n_keys - j * block - at.key_warp * tile.BN
             if keys_left > 0:
-                scores_tf32(tile, s, q_high, q_low, queries, k_high, k_low, keys + stage, scale)  # S = Q K^T
+                if tile.exact and not tile.keeps_query:
+                    wide_scores_tf32(tile, s, s_part, q_high, q_low, queries, k_high, k_low, keys + stage, scale)
+                else:
+                    scores_tf32(tile, s, q_high, q_low, queries, k_high, k_low, keys + stage, scale)  # S = Q K^T
                 if keys_left < tile.BN:
                     mask_tail_permuted(s, keys_left, at.lane)
                 online_softmax_step(s, m_i, l_i, acc, alpha, steepness)  # P = exp(S - m)

@@ -68,25 +68,56 @@ def load_query_tf32(tile, q_high, q_low, queries, scale):
 
 
 @step
+def load_operands(tile, q_high, q_low, queries, k_high, k_low, keys, k, scale):
+    """Channels 8k .. 8k+7 of 32 keys, and of the queries if they do not stay in registers."""
+    if not tile.keeps_query:
+        load_query_block(tile, q_high[0], q_low[0], queries, k, scale)
+    for h in range(2):
+        x = ld_shared_v4_f32(keys + (8 * k + 4 * h) * tile.key_stride)
+        for j in range(4):
+            split(tile.exact, x[j], k_high[h], k_low[h], j)
+
+
+@step
+def add_products(exact, tiles, first, q_high, q_low, k_high, k_low):
+    """Four column tiles, from `first` on, += q k^T over eight channels."""
+    if exact:
+        for j in range(4):
+            mma_tf32(tiles[first + j], q_low, k_high[0, j], k_high[1, j])
+        for j in range(4):
+            mma_tf32(tiles[first + j], q_high, k_low[0, j], k_low[1, j])
+    for j in range(4):
+        mma_tf32(tiles[first + j], q_high, k_high[0, j], k_high[1, j])
+
+
+@step
 def scores_tf32(tile, s, q_high, q_low, queries, k_high, k_low, keys, scale):
     """s = q k^T; queries and keys are this lane's addresses in [channel][token]."""
     fill(s, ZERO)
     for n in range(s.shape[1] // 4):
         for k in range(tile.key_pad // 8):
+            load_operands(tile, q_high, q_low, queries, k_high, k_low, keys + 128 * n, k, scale)
             kept = k if tile.keeps_query else 0
-            if not tile.keeps_query:
-                load_query_block(tile, q_high[0], q_low[0], queries, k, scale)
-            for h in range(2):
-                x = ld_shared_v4_f32(keys + (8 * k + 4 * h) * tile.key_stride + 128 * n)
-                for j in range(4):
-                    split(tile.exact, x[j], k_high[h], k_low[h], j)
-            if tile.exact:
-                for j in range(4):
-                    mma_tf32(s[0, 4 * n + j], q_low[kept], k_high[0, j], k_high[1, j])
-                for j in range(4):
-                    mma_tf32(s[0, 4 * n + j], q_high[kept], k_low[0, j], k_low[1, j])
+            add_products(tile.exact, s[0], 4 * n, q_high[kept], q_low[kept], k_high, k_low)
+
+
+@step
+def wide_scores_tf32(tile, s, part, q_high, q_low, queries, k_high, k_low, keys, scale):
+    """scores_tf32 of wide heads, whose queries do not stay in registers: 32 channels are summed apart, then added.
+
+    Tensor cores cut off as they accumulate, which over 128 channels would cost a digit.
+    """
+    fill(s, ZERO)
+    for n in range(s.shape[1] // 4):
+        for first in range(0, tile.key_pad // 8, 4):
             for j in range(4):
-                mma_tf32(s[0, 4 * n + j], q_high[kept], k_high[0, j], k_high[1, j])
+                put(part[j], (ZERO, ZERO, ZERO, ZERO))
+            for k in range(first, min(first + 4, tile.key_pad // 8)):
+                load_operands(tile, q_high, q_low, queries, k_high, k_low, keys + 128 * n, k, scale)
+                add_products(tile.exact, part, 0, q_high[0], q_low[0], k_high, k_low)
+            for j in range(4):
+                for i in range(4):
+                    s[0, 4 * n + j, i] += part[j, i]
 
 
 @step

@@ -91,7 +91,8 @@ def stage_rows(tile, threads, shared, stride, swizzled, source, row_bytes, rows,
 @step
 def stage_transposed(tile, shared, stride, source, valid, first, tokens, channels, channels_pad, tid):
     """Floats from [token][channel] to [channel][token]; `valid` tokens exist."""
-    for i in range(tid, tokens * channels_pad, tile.threads):
+    end = tokens * channels_pad + min(valid, 0)  # as a constant it would unroll the loop, into the accumulators' registers
+    for i in range(tid, end, tile.threads):
         token, channel = i // channels_pad, i % channels_pad
         count = 4 if token < valid and channel < channels else 0
         cp_async_4(shared + channel * stride + 4 * token, source + 4 * ((first + token) * channels + channel), count)
