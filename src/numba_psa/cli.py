@@ -6,6 +6,7 @@ import typer
 
 from numba_psa.commands import vectors
 from numba_psa.commands.convert import convert
+from numba_psa.commands.detect import Detect, detect
 from numba_psa.commands.doctor import doctor
 from numba_psa.commands.fuzz import fuzz
 from numba_psa.commands.infer import infer
@@ -33,3 +34,4 @@ app.add_typer(vectors.app, name="vectors")
 app.command()(infer)
 app.command()(weights)
 app.command()(convert)
+app.command(cls=Detect)(detect)

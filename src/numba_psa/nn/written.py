@@ -13,9 +13,18 @@ from typing import BinaryIO
 
 @contextmanager
 def written(path: str | PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write, which becomes `path` once the block has ended; where the block raises, `path` is left as it was."""
+    """A file to write, which becomes `path` once the block has ended; where the block raises, `path` is left as it was.
+
+    OSError before the block runs where `path` cannot be written.
+    What is no file on a disk, such as a pipe, is written at once.
+    """
     path = Path(path)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}-")
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:  # or the error that says that it is a folder
+            yield file
+        return
+    path = Path(os.path.realpath(path))  # the file that a link points to, not the link
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".numba-psa-")
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
