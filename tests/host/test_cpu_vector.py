@@ -33,6 +33,7 @@ from numba_psa.cpu.vector import (
     maximum,
     multiply_each,
     odd_lanes,
+    prefetch,
     splat,
     square_rows,
     store,
@@ -86,6 +87,8 @@ def one_vector(x, y, z, out):
     store(advance(o, 8 * width), 0, load(advance(at(x), 3), 2))
     store(o, 9 * width, even_lanes(a, b))
     store(o, 10 * width, odd_lanes(a, b))
+    prefetch(at(x), 2, 0)
+    prefetch(o, 3, 1)
 
 
 def full_rows(x, y, z, out):

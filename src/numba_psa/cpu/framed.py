@@ -23,6 +23,7 @@ from numba_psa.cpu.vector import (
     load,
     odd_lanes,
     pointer,
+    prefetch,
     splat,
     store,
     store_rows,
@@ -42,6 +43,7 @@ def _rows_1x1(zeros, first, acc, bias, weights, steps, pieces, count, plane, pit
         source = advance(pointer(pieces[2 * piece], acc), token)
         for c in range(pieces[2 * piece + 1]):
             rows = fma_rows(rows, weights, at, 1, load(source, c * plane))
+            prefetch(source, c * plane + lanes(acc), 0)
             at += len(zeros)
     store_rows(acc, first * lanes(acc), lanes(acc), rows)
 
@@ -103,6 +105,8 @@ def _gather_strided(tile, begins, pieces, count, plane, pitch, out_pitch, token)
                     a, b = load(source, tap), load(source, tap + step)
                     _keep_from(tile, t, lane, begun, even_lanes(a, b))
                     _keep_from(tile, t + step, lane, begun, odd_lanes(a, b))
+                    prefetch(source, tap + 2 * step, 0)
+                    prefetch(source, tap + 3 * step, 0)
                     right = even_lanes(load(source, tap + 2), load(source, tap + 2 + step))
                     _keep_from(tile, t + 2 * step, lane, begun, right)
                     t += 3 * step

@@ -184,6 +184,20 @@ def store(_typing, p, index, x):
     return types.void(p, types.intp, x), generate
 
 
+@intrinsic(prefer_literal=True)
+def prefetch(_typing, p, index, write):
+    """Bring the line of p[index] near, to be read (write 0) or written (1): changes nothing but time."""
+
+    def generate(context, builder, sig, arguments):
+        address = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), ir.IntType(8).as_pointer())
+        function_type = ir.FunctionType(ir.VoidType(), [address.type, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
+        builder.call(function, [address, _I32(write.literal_value), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(p, types.intp, write), generate
+
+
 @intrinsic
 def splat(_typing, p, scalar):
     """The vector of p's element type with the float64 `scalar`, converted, in each lane."""

@@ -33,6 +33,11 @@ def store(p, index, x):
 
 
 @njit
+def prefetch(p, index, write):
+    pass
+
+
+@njit
 def splat(p, scalar):
     return np.full(lanes(p), scalar, p.dtype)
 

@@ -37,6 +37,19 @@ def initializers(model: Any, path: Path) -> dict[str, np.ndarray]:
         raise WeightsError(f"{path}: an initializer cannot be read: {error}") from error
 
 
+def metadata(model: Any) -> dict[str, str]:
+    """{key: text} of its `metadata_props`, and whether SPPF's first convolution has SiLU ("sppf_silu": "true" or "false").
+
+    The graph shows what initializers do not: whether a Sigmoid reads the convolution's result.
+    """
+    found = {prop.key: prop.value for prop in model.metadata_props}
+    results = [node.output[0] for node in model.graph.node if "model.9.cv1.conv.weight" in node.input]
+    if results:
+        activated = any(node.op_type == "Sigmoid" and node.input[0] in results for node in model.graph.node)
+        found["sppf_silu"] = str(activated).lower()
+    return found
+
+
 def first_conv(model: Any, prefix: str) -> str:
     """The name of the tensor that enters the layer at `prefix`: what its first convolution reads."""
     return _conv(model, prefix, first=True).input[0]

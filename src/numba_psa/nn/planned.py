@@ -36,6 +36,16 @@ def images_at_a_time(shape: Sequence[int], dtype: np.dtype) -> int:
     return -(-batch // -(-batch // most))
 
 
+def prepared(conv: Conv, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Weights, in the order in which the kernels read them, and bias."""
+    if dtype not in conv.prepared:
+        rows = conv.weight.reshape(conv.c_out, -1)
+        weights = rows.ravel() if conv.groups > 1 else convolution.packed(rows)
+        with quiet():
+            conv.prepared[dtype] = weights.astype(dtype), conv.bias.astype(dtype)
+    return conv.prepared[dtype]
+
+
 @dataclass(eq=False)
 class Buffer:
     """Memory of one result, `elements` long; `halo` elements before and after it are readable."""
@@ -110,13 +120,9 @@ class Plan(Recorder):
 
     def _weights(self, conv: Conv) -> tuple[int, int]:
         """Addresses of the weights, in the order in which the kernel reads them, and of the bias."""
-        if self.dtype not in conv.prepared:
-            rows = conv.weight.reshape(conv.c_out, -1)
-            weights = rows.ravel() if conv.groups > 1 else convolution.packed(rows)
-            with quiet():
-                conv.prepared[self.dtype] = weights.astype(self.dtype), conv.bias.astype(self.dtype)
-        self._constants += conv.prepared[self.dtype]
-        return tuple(address(array) for array in conv.prepared[self.dtype])
+        arrays = prepared(conv, self.dtype)
+        self._constants += arrays
+        return tuple(address(array) for array in arrays)
 
     def _padding(self, side: int) -> int:
         """Address of the table of zero padding; 1×1 has none."""
