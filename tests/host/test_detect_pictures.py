@@ -4,6 +4,7 @@ import io
 
 import numpy as np
 import pytest
+from detect_judges import brute_force
 from detectors import COLOURS, NAMES, ColourDetector
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -218,23 +219,6 @@ def test_the_network_sees_rgb_from_0_to_1():
 
 
 # ---- NMS --------------------------------------------------------------------------------------------------------------
-def overlap(a, b):
-    """IoU, from its definition."""
-    width = min(a[2], b[2]) - max(a[0], b[0])
-    height = min(a[3], b[3]) - max(a[1], b[1])
-    both = max(width, 0) * max(height, 0)
-    union = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - both
-    return both / union if union else 0.0
-
-
-def brute_force(xyxy, scores, classes, iou, most):
-    kept = []
-    for i in sorted(range(len(scores)), key=lambda i: (-scores[i], i)):
-        if all(classes[j] != classes[i] or overlap(xyxy[i], xyxy[j]) <= iou for j in kept):
-            kept.append(i)
-    return kept[:most]
-
-
 @st.composite
 def candidates(draw):
     """Boxes on a coarse grid, so that they touch, coincide, contain each other and are empty; scores with ties."""
