@@ -17,6 +17,7 @@ from numba_psa.cpu.vector import (
     advance,
     broadcast_rows,
     even_lanes,
+    fma,
     fma_rows,
     keep,
     lanes,
@@ -33,6 +34,8 @@ from numba_psa.cpu.vector import (
 
 MOST_ROWS = 4 * ROWS
 """Most output channels of a work item of `convolve`."""
+TOGETHER = 8
+"""Vectors of tokens that `depthwise` computes before it applies SiLU to them."""
 
 
 @inlined
@@ -125,19 +128,29 @@ def _finish(out, acc, rows, plane, residual, add, inside):
         store(out, r * plane, where_greater(present, zero, x))
 
 
+@called
+def _add(acc, rows, residual, plane):
+    """acc[r] += residual[r]."""
+    step = lanes(acc)
+    for r in range(rows):
+        store(acc, r * step, load(acc, r * step) + load(residual, r * plane))
+
+
 @kernel
 def convolve(problem, like, scale, begin, end):
-    """out = act(w * x + bias) + residual; an item is `most` output channels, or those left, of LANES tokens.
+    """out = act(w * x + bias) + residual, or act(w * x + bias + residual), which is `early`.
+
+    An item is `most` output channels, or those left, of LANES tokens.
 
     problem: addresses of out and residual (0: none), their channels a plane apart; of packed weights, of bias, of `inside`
     of their frame; that plane, its pitch, c_out, most, whether act is SiLU; k, stride, plane and pitch of x, input channels,
-    pieces of x; for each piece: address, channels. `most` is a multiple of ROWS. (scale is not used.)
+    whether early, pieces of x; for each piece: address, channels. `most` is a multiple of ROWS. (scale is not used.)
     """
     out, residual, weights = pointer(problem[0], like), pointer(problem[1], like), pointer(problem[2], like)
     bias, inside = pointer(problem[3], like), pointer(problem[4], like)
     out_plane, out_pitch, c_out, most, silu = problem[5], problem[6], problem[7], problem[8], problem[9]
-    side, stride, plane, pitch, c_in, count = problem[10], problem[11], problem[12], problem[13], problem[14], problem[15]
-    pieces = advance(problem, 16)
+    side, stride, plane, pitch, c_in = problem[10], problem[11], problem[12], problem[13], problem[14]
+    early, late, count, pieces = problem[15] != 0, problem[1] != 0 and problem[15] == 0, problem[16], advance(problem, 17)
     step, steps = lanes(like), c_in * side * side
     gathered = steps if stride == 2 else 0
     scratch = new_scratch(most + 2 + gathered)
@@ -158,10 +171,12 @@ def convolve(problem, like, scale, begin, end):
             _products_1x1(acc, rows, row_bias, row_weights, steps, pieces, count, plane, pitch, token)
         else:
             _products_3x3(acc, rows, row_bias, row_weights, steps, pieces, count, plane, pitch, token)
+        at = row * out_plane + token
+        if early:
+            _add(acc, rows, advance(residual, at), out_plane)
         if silu:
             silu_rows(acc, rows)
-        at = row * out_plane + token
-        _finish(advance(out, at), acc, rows, out_plane, advance(residual, at), problem[1] != 0, advance(inside, token))
+        _finish(advance(out, at), acc, rows, out_plane, advance(residual, at), late, advance(inside, token))
     keep(scratch)
 
 
@@ -176,19 +191,38 @@ def depthwise(problem, like, scale, begin, end):
     weights, bias, inside = pointer(problem[5], like), pointer(problem[6], like), pointer(problem[7], like)
     plane, pitch, tiles, silu = problem[8], problem[9], problem[10], problem[11]
     step = lanes(like)
-    scratch = new_scratch(1)
+    scratch = new_scratch(TOGETHER)
     acc = aligned_pointer(scratch, like)
     for c in range(begin, end):
-        h = c // head_dim
+        w, h = broadcast_rows(weights, 9 * c, 1, zero_rows(like, 9)), c // head_dim
         source = advance(pointer(problem[0], like), (h * head + c - h * head_dim) * plane - pitch - 1)
         out, residual = advance(pointer(problem[3], like), c * plane), advance(pointer(problem[4], like), c * plane)
-        for token in range(0, tiles * step, step):
-            total = broadcast_rows(bias, c, 0, zero_rows(like, 1))
-            for ky in range(3):
-                for kx in range(3):
-                    total = fma_rows(total, weights, c * 9 + ky * 3 + kx, 0, load(source, token + ky * pitch + kx))
-            store_rows(acc, 0, step, total)
+        b = broadcast_rows(bias, c, 0, zero_rows(like, 1))[0]
+        for tile in range(0, tiles, TOGETHER):
+            count = min(TOGETHER, tiles - tile)
+            for i in range(count):
+                upper = (tile + i) * step
+                middle, lower = upper + pitch, upper + 2 * pitch
+                total = fma(w[0], load(source, upper), b)
+                total = fma(w[1], load(source, upper + 1), total)
+                total = fma(w[2], load(source, upper + 2), total)
+                total = fma(w[3], load(source, middle), total)
+                total = fma(w[4], load(source, middle + 1), total)
+                total = fma(w[5], load(source, middle + 2), total)
+                total = fma(w[6], load(source, lower), total)
+                total = fma(w[7], load(source, lower + 1), total)
+                store(acc, i * step, fma(w[8], load(source, lower + 2), total))
             if silu:
-                silu_rows(acc, 1)
-            _finish(advance(out, token), acc, 1, plane, advance(residual, token), problem[4] != 0, advance(inside, token))
+                silu_rows(acc, count)
+            for i in range(count):
+                at = (tile + i) * step
+                _finish(
+                    advance(out, at),
+                    advance(acc, i * step),
+                    1,
+                    0,
+                    advance(residual, at),
+                    problem[4] != 0,
+                    advance(inside, at),
+                )
     keep(scratch)

@@ -39,6 +39,18 @@ class Conv:
     def kernel_size(self) -> int:
         return self.weight.shape[-1]
 
+    def parts(self, first: int) -> tuple[Conv, Conv]:
+        """Two convolutions, of the `first` input channels and of the others, whose sum through act is this one.
+
+        The first has the bias, the second the activation. The same two each time.
+        """
+        key = "parts", first
+        if key not in self.prepared:
+            bias = self.bias, np.zeros_like(self.bias)
+            weights = self.weight[:, :first], self.weight[:, first:]
+            self.prepared[key] = Conv(weights[0], bias[0], False), Conv(weights[1], bias[1], self.silu)
+        return self.prepared[key]
+
 
 def fold(weight: np.ndarray, batch_norm: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """(weight, bias), in float64, of the convolution that equals bn(weight * x), bn(y) = γ·(y − mean)/√(var + eps) + β."""

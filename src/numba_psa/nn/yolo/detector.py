@@ -101,11 +101,13 @@ class Detector:
     def _run(self, x: Any, impl: str | None, taps: Sequence[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         x, impl = self._checked(x, impl)
         indices = [self._tap(tap) for tap in taps]
-        sizes = decode.map_sizes(*x.shape[2:])
         with quiet():
-            raw, tapped = (self._exactly if impl == "oracle" else self._planned)(x, sizes, indices)
-            output = (decode.end2end if self.end2end else decode.dense)(raw, sizes)
+            raw, tapped = (self._exactly if impl == "oracle" else self._planned)(x, indices)
+            output = self._decode(raw, *x.shape[2:])
         return output, dict(zip(taps, tapped, strict=True))
+
+    def _decode(self, raw: np.ndarray, height: int, width: int) -> np.ndarray:
+        return (decode.end2end if self.end2end else decode.dense)(raw, height, width)
 
     def _checked(self, x: Any, impl: str | None) -> tuple[np.ndarray, str]:
         impl = impl or default_implementation(x)
@@ -141,20 +143,20 @@ class Detector:
             done()
         return given
 
-    def _exactly(self, x: np.ndarray, sizes, indices: Sequence[int]):
+    def _exactly(self, x: np.ndarray, indices: Sequence[int]):
         *given, levels = self._forward(Exact(), x.astype(np.float64))
         flat = [[part.reshape(*part.shape[:2], -1) for part in level] for level in levels]
         distances, logits = (np.concatenate(parts, axis=2) for parts in zip(*flat, strict=True))
         tapped = [np.concatenate(y, axis=1) if isinstance(y := given[index], tuple) else y for index in indices]
         return np.concatenate((distances, 1 / (1 + np.exp(-logits))), axis=1), tapped
 
-    def _planned(self, x: np.ndarray, sizes, indices: Sequence[int]):
+    def _planned(self, x: np.ndarray, indices: Sequence[int]):
         compute = accumulator_dtype(x.dtype)
         plan = self._plan(*x.shape[2:], compute)
         x = np.require(x, compute, ("C", "A"))
         raw = np.empty((len(x), *plan.raw_shape), compute)
         maps = [_pieces(plan.results[index]) for index in indices]
-        shapes = [(len(x), sum(piece.channels for piece in pieces), *plan.look(pieces[0]).shape[1:]) for pieces in maps]
+        shapes = [(len(x), *_shape(plan, plan.results[index])) for index in indices]
         tapped = [np.empty(shape, compute) for shape in shapes]
         for b, image in enumerate(x):
 
@@ -189,7 +191,7 @@ class Detector:
             times = [time.perf_counter()]
             plan.run(x[0], raw[0], lambda _: times.append(time.perf_counter()))  # noqa: B023
             with quiet():
-                (decode.end2end if self.end2end else decode.dense)(raw, decode.map_sizes(*x.shape[2:]))
+                self._decode(raw, *x.shape[2:])
             times.append(time.perf_counter())
             rows.append(np.diff(times))
         ms = np.median(rows[1:], axis=0) * 1e3

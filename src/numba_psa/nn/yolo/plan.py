@@ -25,7 +25,7 @@ from numba_psa.nn.conv import Conv
 from numba_psa.nn.planned import prepared
 from numba_psa.nn.yolo.blocks import Level
 
-TURNS = 4
+TURNS = 16
 """Work items that a convolution should have for each thread."""
 
 
@@ -52,6 +52,17 @@ class Map:
     @property
     def frame(self) -> Frame:
         return self.buffer.frame
+
+
+@dataclass(frozen=True)
+class Enlarged:
+    """Each token of a map as 2×2 of the same, which is not written down: see `NetworkPlan.conv`."""
+
+    source: Map
+
+    @property
+    def channels(self) -> int:
+        return self.source.channels
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +108,19 @@ class NetworkPlan:
         self.gflop.append(self._operations / 1e9)
         self._operations = 0
 
-    def conv(self, conv: Conv, x: Map | Sequence[Map], add: Map | None = None) -> Map:
+    def conv(self, conv: Conv, x: Map | Sequence[Map | Enlarged], add: Map | None = None) -> Map:
+        """act(conv(x)) + add; several maps are concatenated along channels.
+
+        A 1×1 convolution of what has been enlarged is the enlarged convolution of what it was: a quarter of the work.
+        """
         pieces = [x] if isinstance(x, Map) else list(x)
+        if isinstance(pieces[0], Enlarged):
+            (large, *pieces), c = pieces, pieces[0].channels
+            halves = conv.parts(c)
+            return self._conv(halves[1], pieces, self._enlarge(self._conv(halves[0], [large.source])), early=True)
+        return self._conv(conv, pieces, add)
+
+    def _conv(self, conv: Conv, pieces: Sequence[Map], add: Map | None = None, *, early: bool = False) -> Map:
         source, side, stride = pieces[0].frame, conv.kernel_size, conv.stride
         depthwise = conv.groups > 1
         if (side, stride) not in ((1, 1), (3, 1), (3, 2)) or (depthwise and (side, stride, len(pieces)) != (3, 1, 1)):
@@ -107,11 +129,11 @@ class NetworkPlan:
         out = self._new(frame, conv.c_out)
         self._operations += 2 * conv.weight.size * frame.height * frame.width
         if depthwise:
-            return self._depthwise(conv, x, (conv.c_out, conv.c_out), out, add)
+            return self._depthwise(conv, pieces[0], (conv.c_out, conv.c_out), out, add)
         weights, bias = self._weights(conv)
         most = self._rows_of_item(frame, conv.c_out)
         numbers = [out, add or 0, weights, bias, address(frame.inside), frame.plane, frame.pitch, conv.c_out, most]
-        numbers += [int(conv.silu), side, stride, source.plane, source.pitch, conv.c_in, len(pieces)]
+        numbers += [int(conv.silu), side, stride, source.plane, source.pitch, conv.c_in, int(early), len(pieces)]
         for piece in pieces:
             numbers += [piece, piece.channels]
         self._launch(framed.convolve, numbers, frame.tiles * -(-conv.c_out // most))
@@ -121,7 +143,10 @@ class NetworkPlan:
         firsts = np.cumsum([0, *channels[:-1]]).tolist()
         return [Map(x.buffer, x.first + first, count) for first, count in zip(firsts, channels, strict=True)]
 
-    def upsample(self, x: Map) -> Map:
+    def upsample(self, x: Map) -> Enlarged:
+        return Enlarged(x)
+
+    def _enlarge(self, x: Map) -> Map:
         frame = self._frame(2 * x.frame.height, 2 * x.frame.width)
         out = self._new(frame, x.channels)
         numbers = [x, x.frame.plane, x.frame.pitch, out, frame.plane, frame.pitch, x.frame.height, x.frame.width]
@@ -243,8 +268,10 @@ class NetworkPlan:
         """Memory that the plan keeps, weights not counted."""
         return sum(memory.nbytes for memory in self._memory.values()) + self._problem.nbytes
 
-    def look(self, map_: Map) -> np.ndarray:
-        """The map's `[C, H, W]` in memory, until the next launch that writes there."""
+    def look(self, map_: Map | Enlarged) -> np.ndarray:
+        """The map's `[C, H, W]` in memory, until the next launch that writes there; of an enlarged one a copy."""
+        if isinstance(map_, Enlarged):
+            return self.look(map_.source).repeat(2, axis=1).repeat(2, axis=2)
         origin = map_.frame.origin + (map_.buffer.place + map_.first) * map_.frame.plane
         return map_.frame.view(self._memory[map_.frame], map_.channels, origin)
 
