@@ -17,6 +17,7 @@ from numba_psa.cpu.vector import (
     advance,
     broadcast_rows,
     even_lanes,
+    exp2,
     fma,
     fma_rows,
     keep,
@@ -31,11 +32,10 @@ from numba_psa.cpu.vector import (
     where_greater,
     zero_rows,
 )
+from numba_psa.numerics import LOG2E
 
 MOST_ROWS = 4 * ROWS
 """Most output channels of a work item of `convolve`."""
-TOGETHER = 8
-"""Vectors of tokens that `depthwise` computes before it applies SiLU to them."""
 
 
 @inlined
@@ -162,6 +162,8 @@ def convolve(problem, like, scale, begin, end):
         token, row = item // groups * step, item % groups * most
         rows = min(most, c_out - row)
         row_bias, row_weights = advance(bias, row), advance(weights, row * steps)
+        for r in range(rows):
+            prefetch(out, (row + r) * out_plane + token, 1)
         if stride == 2:
             if token != loaded:
                 _gather_strided(tile, begins, pieces, count, plane, pitch, out_pitch, token)
@@ -191,38 +193,25 @@ def depthwise(problem, like, scale, begin, end):
     weights, bias, inside = pointer(problem[5], like), pointer(problem[6], like), pointer(problem[7], like)
     plane, pitch, tiles, silu = problem[8], problem[9], problem[10], problem[11]
     step = lanes(like)
-    scratch = new_scratch(TOGETHER)
-    acc = aligned_pointer(scratch, like)
+    add, zero = problem[4] != 0, splat(like, 0.0)
     for c in range(begin, end):
         w, h = broadcast_rows(weights, 9 * c, 1, zero_rows(like, 9)), c // head_dim
         source = advance(pointer(problem[0], like), (h * head + c - h * head_dim) * plane - pitch - 1)
         out, residual = advance(pointer(problem[3], like), c * plane), advance(pointer(problem[4], like), c * plane)
         b = broadcast_rows(bias, c, 0, zero_rows(like, 1))[0]
-        for tile in range(0, tiles, TOGETHER):
-            count = min(TOGETHER, tiles - tile)
-            for i in range(count):
-                upper = (tile + i) * step
-                middle, lower = upper + pitch, upper + 2 * pitch
-                total = fma(w[0], load(source, upper), b)
-                total = fma(w[1], load(source, upper + 1), total)
-                total = fma(w[2], load(source, upper + 2), total)
-                total = fma(w[3], load(source, middle), total)
-                total = fma(w[4], load(source, middle + 1), total)
-                total = fma(w[5], load(source, middle + 2), total)
-                total = fma(w[6], load(source, lower), total)
-                total = fma(w[7], load(source, lower + 1), total)
-                store(acc, i * step, fma(w[8], load(source, lower + 2), total))
+        for upper in range(0, tiles * step, step):
+            middle, lower = upper + pitch, upper + 2 * pitch
+            total = fma(w[0], load(source, upper), b)
+            total = fma(w[1], load(source, upper + 1), total)
+            total = fma(w[2], load(source, upper + 2), total)
+            total = fma(w[3], load(source, middle), total)
+            total = fma(w[4], load(source, middle + 1), total)
+            total = fma(w[5], load(source, middle + 2), total)
+            total = fma(w[6], load(source, lower), total)
+            total = fma(w[7], load(source, lower + 1), total)
+            total = fma(w[8], load(source, lower + 2), total)
             if silu:
-                silu_rows(acc, count)
-            for i in range(count):
-                at = (tile + i) * step
-                _finish(
-                    advance(out, at),
-                    advance(acc, i * step),
-                    1,
-                    0,
-                    advance(residual, at),
-                    problem[4] != 0,
-                    advance(inside, at),
-                )
-    keep(scratch)
+                total = total / (splat(like, 1.0) + exp2(total * splat(like, -LOG2E)))
+            if add:
+                total = total + load(residual, upper)
+            store(out, upper, where_greater(load(inside, upper), zero, total))
