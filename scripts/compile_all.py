@@ -18,8 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from numba_psa.cuda import convolution
 from numba_psa.cuda.choice import Choice, Problem, choose
 from numba_psa.cuda.compiling import ARCHITECTURES, ptx_of, target
+from numba_psa.cuda.convolution import make_convolution, make_depthwise
+from numba_psa.cuda.convolution_tiles import DepthwiseConfig, choose_convolution
 from numba_psa.cuda.forward import SIGNATURE
 from numba_psa.cuda.layout import (
     MERGE_SIGNATURE,
@@ -110,6 +113,25 @@ def kernels(arch: int, everything: bool) -> Iterator[tuple]:
             yield make_psa_pack_qkv, config, PACK_SIGNATURE
             yield make_psa_merge_attn_nchw, config, MERGE_SIGNATURE
             yield make_psa_extract_v_nchw, config, PACK_SIGNATURE
+    for make, config in convolutions(arch):
+        yield make, config, SIGNATURES[make]
+
+
+SIGNATURES = {make_convolution: convolution.SIGNATURE, make_depthwise: convolution.DEPTHWISE_SIGNATURE}
+
+
+def convolutions(arch: int) -> dict[tuple, None]:
+    """(make, config) of the convolutions of layers: few tokens and many, rows at odd places, concatenated inputs."""
+    found = {}
+    for item, bf16 in ((4, False), (2, False), (2, True)):
+        for whole in (True, False):
+            for batch, taps, pieces in ((1, 1, 1), (1, 1, 2), (1, 3, 1), (32, 1, 1), (32, 1, 4), (32, 3, 1)):
+                for c_in, c_out in ((256, 256), (128, 128)):
+                    fields = {"taps": taps, "pieces": pieces, "whole": whole, "bf16": bf16, "arch": arch}
+                    config = choose_convolution(c_in, c_out, batch, 400, 132, item=item, **fields)
+                    found[make_convolution, config] = None
+            found[make_depthwise, DepthwiseConfig(item, bf16, whole, arch=arch)] = None
+    return found
 
 
 def main() -> None:

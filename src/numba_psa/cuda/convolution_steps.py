@@ -15,13 +15,13 @@ from numba import uint32
 from numba_psa.cuda.device import (
     bits_float,
     ex2,
+    fetch_u16,
+    fetch_u32,
+    fetch_v2_u32,
+    fetch_v4_u32,
     float_bits,
-    ld_fresh_u16,
-    ld_fresh_u32,
-    ld_fresh_v2_u32,
-    ld_fresh_v4_u32,
     ld_global_f32,
-    ld_global_v4_u32,
+    load_v4_u32,
     st_shared_v4_u32,
     step,
     widen_f16,
@@ -52,28 +52,23 @@ class Source(NamedTuple):
 @step
 def load_element(tile, address, token, tokens, there):
     """The bits of one token of a channel; 0 if it does not exist or is not wanted."""
-    bits = uint32(0)
-    if there and token >= 0 and token < tokens:
-        if tile.item == 4:
-            bits = ld_fresh_u32(address + 4 * token)
-        else:
-            bits = uint32(ld_fresh_u16(address + 2 * token))
-    return bits
+    exists = there and token >= 0 and token < tokens
+    if tile.item == 4:
+        return fetch_u32(address + 4 * token, exists)
+    return uint32(fetch_u16(address + 2 * token, exists))
 
 
 @step
 def load_row(tile, edge, row, address, token, tokens, there):
     """row = the bits of a quad, the tokens from `token` on, with `edge` more on each side; 0 as in load_element."""
     if tile.whole:
-        for i in range(4):
-            row[edge + i] = 0
-        if there and token >= 0 and token < tokens:
-            if tile.item == 4:
-                row[edge], row[edge + 1], row[edge + 2], row[edge + 3] = ld_fresh_v4_u32(address + 4 * token)
-            else:
-                low, high = ld_fresh_v2_u32(address + 2 * token)
-                row[edge], row[edge + 1] = low & 0xFFFF, low >> 16
-                row[edge + 2], row[edge + 3] = high & 0xFFFF, high >> 16
+        exists = there and token >= 0 and token < tokens
+        if tile.item == 4:
+            row[edge], row[edge + 1], row[edge + 2], row[edge + 3] = fetch_v4_u32(address + 4 * token, exists)
+        else:
+            low, high = fetch_v2_u32(address + 2 * token, exists)
+            row[edge], row[edge + 1] = low & 0xFFFF, low >> 16
+            row[edge + 2], row[edge + 3] = high & 0xFFFF, high >> 16
         if edge:
             row[0] = load_element(tile, address, token - 1, tokens, there)
             row[5] = load_element(tile, address, token + 4, tokens, there)
@@ -129,11 +124,8 @@ def load_weights(tile, a, weights, k, last, steps, tiles):
     """a = the operands of k step `k`, zeros from `last` on; weights is this lane's address, `tiles` tiles of 16 exist."""
     for t in range(a.shape[0]):
         for tap in range(tile.taps):
-            for i in range(4):
-                a[t, tap, i] = 0
-            if k < last and t < tiles:
-                at = weights + ((t * steps + k) * tile.taps + tap) * 512
-                a[t, tap, 0], a[t, tap, 1], a[t, tap, 2], a[t, tap, 3] = ld_global_v4_u32(at)
+            at = weights + ((t * steps + k) * tile.taps + tap) * 512
+            a[t, tap, 0], a[t, tap, 1], a[t, tap, 2], a[t, tap, 3] = load_v4_u32(at, k < last and t < tiles)
 
 
 @step

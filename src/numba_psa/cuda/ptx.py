@@ -247,9 +247,9 @@ keep_above = ptx_op(
 
 # ---- plain memory -----------------------------------------------------------------------------------------------------
 def _move(name, kind, count):
-    """The operation that `name` spells: {ld, st}_{global, fresh, shared}_{v4, v2}_{type}."""
-    pointer = u32 if "shared" in name else u64
-    where = {"ld_global": "global.nc", "ld_fresh": "global"}.get("_".join(name.split("_")[:2]), name.split("_")[1])
+    """The operation that `name` spells: {ld, st}_{global, shared}_{v4, v2}_{type}."""
+    pointer = u64 if "global" in name else u32
+    where = "global.nc" if name.startswith("ld_global") else name.split("_")[1]
     vector = f".v{count}" if count > 1 else ""
     type_ = f"{'f' if kind is f32 else 'u'}{kind.bitwidth}"
     values = (kind,) * count
@@ -268,8 +268,6 @@ ld_global_u32, st_global_u32 = _move("ld_global_u32", u32, 1), _move("st_global_
 ld_global_f32, st_global_f32 = _move("ld_global_f32", f32, 1), _move("st_global_f32", f32, 1)
 ld_global_v2_u32, st_global_v2_u32 = _move("ld_global_v2_u32", u32, 2), _move("st_global_v2_u32", u32, 2)
 ld_global_v4_u32, st_global_v4_u32 = _move("ld_global_v4_u32", u32, 4), _move("st_global_v4_u32", u32, 4)
-ld_fresh_u16, ld_fresh_u32 = _move("ld_fresh_u16", u16, 1), _move("ld_fresh_u32", u32, 1)  # may be written as it runs
-ld_fresh_v2_u32, ld_fresh_v4_u32 = _move("ld_fresh_v2_u32", u32, 2), _move("ld_fresh_v4_u32", u32, 4)
 ld_shared_u16, st_shared_u16 = _move("ld_shared_u16", u16, 1), _move("st_shared_u16", u16, 1)
 ld_shared_u32, st_shared_u32 = _move("ld_shared_u32", u32, 1), _move("st_shared_u32", u32, 1)
 ld_shared_f32, st_shared_f32 = _move("ld_shared_f32", f32, 1), _move("st_shared_f32", f32, 1)
@@ -277,6 +275,28 @@ ld_shared_v2_u32, st_shared_v2_u32 = _move("ld_shared_v2_u32", u32, 2), _move("s
 ld_shared_v4_u32, st_shared_v4_u32 = _move("ld_shared_v4_u32", u32, 4), _move("st_shared_v4_u32", u32, 4)
 ld_shared_v2_f32 = _move("ld_shared_v2_f32", f32, 2)
 ld_shared_v4_f32 = _move("ld_shared_v4_f32", f32, 4)
+
+
+def _move_if(name, kind, count):
+    """The load that `name` spells, {load, fetch}_{v4, v2}_{type}, without a branch: many can be under way at once."""
+    where = "global.nc" if name.startswith("load") else "global"
+    vector = f".v{count}" if count > 1 else ""
+    names = ",".join(f"${i}" for i in range(count))
+    zeros = " ".join(f"mov.b{kind.bitwidth} ${i}, 0;" for i in range(count))
+    target = f"{{{names}}}" if count > 1 else names
+    load = f"ld.{where}{vector}.u{kind.bitwidth} {target}, [${count}]"
+    return ptx_op(
+        name,
+        f"{{ .reg .pred p; setp.ne.u32 p, ${count + 1}, 0; {zeros} @p {load}; }}",
+        (kind,) * count,
+        (u64, u32),
+        doc=f"(address, condition): {kind.bitwidth // 8 * count} bytes of global memory, zeros if the condition is 0",
+    )
+
+
+load_v4_u32 = _move_if("load_v4_u32", u32, 4)  # of what no kernel that runs writes
+fetch_u16, fetch_u32 = _move_if("fetch_u16", u16, 1), _move_if("fetch_u32", u32, 1)  # of what one may have just written
+fetch_v2_u32, fetch_v4_u32 = _move_if("fetch_v2_u32", u32, 2), _move_if("fetch_v4_u32", u32, 4)
 
 ld_global_8x16 = ptx_op(
     "ld_global_8x16",

@@ -96,8 +96,6 @@ ld_global_u32, st_global_u32 = _load_global(ctypes.c_uint32, np.uint32), _store_
 ld_global_f32 = _load_global(ctypes.c_float, np.float32)
 ld_global_v2_u32, st_global_v2_u32 = _load_global(ctypes.c_uint32, np.uint32, 2), _store_global(ctypes.c_uint32)
 ld_global_v4_u32, st_global_v4_u32 = _load_global(ctypes.c_uint32, np.uint32, 4), _store_global(ctypes.c_uint32)
-ld_fresh_u16, ld_fresh_u32 = ld_global_u16, ld_global_u32
-ld_fresh_v2_u32, ld_fresh_v4_u32 = ld_global_v2_u32, ld_global_v4_u32
 ld_shared_u16, st_shared_u16 = _load_shared(np.uint16, 1), _store_shared(np.uint16)
 ld_shared_u32, st_shared_u32 = _load_shared(np.uint32, 1), _store_shared(np.uint32)
 ld_shared_f32, st_shared_f32 = _load_shared(np.float32, 1), _store_shared(np.float32)
@@ -105,6 +103,15 @@ ld_shared_v2_u32, st_shared_v2_u32 = _load_shared(np.uint32, 2), _store_shared(n
 ld_shared_v4_u32, st_shared_v4_u32 = _load_shared(np.uint32, 4), _store_shared(np.uint32)
 ld_shared_v2_f32 = _load_shared(np.float32, 2)
 ld_shared_v4_f32 = _load_shared(np.float32, 4)
+
+
+def _load_if(load, nothing):
+    return lambda address, condition: load(address) if condition else nothing
+
+
+fetch_u16, fetch_u32 = _load_if(ld_global_u16, np.uint16(0)), _load_if(ld_global_u32, np.uint32(0))
+fetch_v2_u32 = _load_if(ld_global_v2_u32, (np.uint32(0),) * 2)
+fetch_v4_u32 = load_v4_u32 = _load_if(ld_global_v4_u32, (np.uint32(0),) * 4)
 
 
 def st_global_f32(address, value):

@@ -45,6 +45,8 @@ def _on_device(array: Any) -> bool:
     """Whether `array` lies on a CUDA device; asked without loading what could compute there."""
     if isinstance(array, np.ndarray):
         return False
+    if hasattr(array, "is_cuda"):  # torch
+        return bool(array.is_cuda)
     try:
         if hasattr(array, "__cuda_array_interface__") or hasattr(array, "__cuda_ndarray__"):
             return True

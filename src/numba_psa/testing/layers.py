@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
+from numba_psa.nn.conv import Conv
 from numba_psa.nn.exact import Exact
 from numba_psa.nn.layers import Layer
-from numba_psa.numerics import FLOAT32, HALVES, accumulator_dtype, machine_epsilon, relative_error
+from numba_psa.numerics import FLOAT32, FORWARD_FACTOR, HALVES, accumulator_dtype, machine_epsilon, relative_error
 
 EPSILONS = 32
 """Relative error that any whole layer may have, in epsilons of the type it is computed in; plain NumPy mostly has 10."""
@@ -66,3 +68,26 @@ def plain_error(layer: Layer, x: np.ndarray) -> float:
 def agrees(y: np.ndarray, expected: np.ndarray, plain: float = 0.0) -> bool:
     """Whether y, in its dtype, is the layer's result `expected`; `plain` is the `plain_error`."""
     return y.shape == expected.shape and relative_error(y, expected) <= limit(y.dtype) + FACTOR * plain
+
+
+class Rounded(Exact):
+    """Plain NumPy as a GPU computes in half precision: weights and every result are rounded, sums are in float32."""
+
+    def __init__(self, dtype: np.dtype):
+        super().__init__(np.float32)
+        self.dtype = dtype
+
+    def conv(self, conv: Conv, x, add: np.ndarray | None = None) -> np.ndarray:
+        y = super().conv(replace(conv, weight=conv.weight.astype(self.dtype).astype(np.float64), prepared={}), x, add)
+        return y.astype(self.dtype).astype(np.float32)
+
+
+def agrees_rounded(layer: Layer, x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether y, with intermediate results in the dtype of x, is layer(x): as `numerics.judge` in half precision."""
+    if x.dtype not in HALVES:
+        return agrees(y, exact(layer, x), plain_error(layer, x))
+    with np.errstate(all="ignore"):
+        plain = layer.forward(Rounded(x.dtype), x.astype(np.float32)).astype(x.dtype)
+    truth = exact(layer, x)
+    budget = FORWARD_FACTOR * relative_error(plain, truth) + machine_epsilon(x.dtype)
+    return y.shape == truth.shape and relative_error(y, truth) <= budget
