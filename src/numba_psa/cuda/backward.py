@@ -91,11 +91,12 @@ def start_columns(tile, of_keys, shared, head, first, tid):
 
 
 class Registers(NamedTuple):
-    """What a lane holds; `wide` is value_dim wide, the rest key_dim or BN."""
+    """What a lane holds; `wide` is value_dim wide, the rest key_dim or BN. p, ds: A operands of the gradients."""
 
     a: Any
     a_wide: Any
     p: Any
+    ds: Any
     s: Any
     dp: Any
     acc: Any
@@ -198,7 +199,7 @@ def make_backward(config):
         s, dp = cuda.local.array(S, float32), cuda.local.array(S, float32)
         acc, acc_wide = cuda.local.array(ACC, float32), cuda.local.array(ACC_WIDE, float32)
         l, delta, kept = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
-        have = Registers(a, a_wide, p, s, dp, acc, acc_wide, l, delta, kept)
+        have = Registers(a, a_wide, p, p, s, dp, acc, acc_wide, l, delta, kept)
         bh, first = cuda.blockIdx.y, cuda.blockIdx.x * tile.BM
         exponent = gradient_exponent(tile, norms, bh, n_queries, n_keys, at.lane)
         arrays, scalars = (q, k, v, do, dq, dk, dv, sums), (n_queries, n_keys, softmax_scale, scale, exponent)

@@ -39,7 +39,7 @@ PROBABILITY_BITS = np.float32(8)
 @step
 def widened(bf16, bits):
     """The float of a 16-bit value; bits above are ignored."""
-    return bits_float(bits << 16) if bf16 else widen_f16(bits)
+    return bits_float(uint32(bits) << 16) if bf16 else widen_f16(bits)
 
 
 @step

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from numba_psa.cuda.backward import make_backward
 from numba_psa.cuda.backward_tf32 import make_backward_tf32
+from numba_psa.cuda.backward_wgmma import make_backward_wgmma
 from numba_psa.cuda.choice import Candidate, Choice, Problem
-from numba_psa.cuda.tiles_backward import MmaBackwardConfig, Tf32BackwardConfig
+from numba_psa.cuda.tiles_backward import MmaBackwardConfig, Tf32BackwardConfig, WarpgroupBackwardConfig
 from numba_psa.errors import ParameterError, ShapeError
 from numba_psa.numerics import BFLOAT16, FLOAT32
 
@@ -39,5 +40,7 @@ def candidates(problem: Problem, arch: int, multiprocessors: int) -> Iterator[Ca
         yield make_backward_tf32, Tf32BackwardConfig, {"row_warps": 4}
         yield make_backward_tf32, Tf32BackwardConfig, {"row_warps": 2}
         return
+    if arch == 90 and problem.heads * -(-problem.n_queries // 64) > 32:
+        yield make_backward_wgmma, WarpgroupBackwardConfig, {"step": 32, "blocks_per_sm": 3}
     yield make_backward, MmaBackwardConfig, {"row_warps": 4, "BN": 16 if wide else 32, "blocks_per_sm": 1 if wide else 2}
     yield make_backward, MmaBackwardConfig, {"row_warps": 2, "BN": 16}

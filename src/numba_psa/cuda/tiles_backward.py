@@ -241,6 +241,84 @@ class Tf32BackwardConfig(BackwardTileConfig):
         ]
 
 
+@dataclass(frozen=True)
+class WarpgroupBackwardConfig(BackwardTileConfig):
+    """Tiles of the wgmma backward: 64 rows for each warpgroup, 64 columns a stage, `step` of them a product.
+
+    Shared memory, from a multiple of 1024: `stages` swizzled tiles [key_pad + value_pad][64 columns] and their l and delta.
+    The rows borrow the last two stages, which are filled first in iterations 1 and 2.
+    """
+
+    step: int = 64
+    bf16: bool = False
+    BN: int = 64
+    stages: int = 4
+    smallest_arch = 90
+    key_stride = value_stride = 128
+
+    @property
+    def query_stride(self) -> int:
+        return 2 * (self.BM + 8)
+
+    wide_query_stride = output_stride = narrow_output_stride = query_stride
+
+    @property
+    def stagers(self) -> int:
+        return self.threads
+
+    @property
+    def values_offset(self) -> int:
+        return 128 * self.key_pad
+
+    @property
+    def tile_bytes(self) -> int:
+        return 128 * (self.key_pad + self.value_pad)
+
+    sums_offset = tile_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.tile_bytes + 1024
+
+    @property
+    def rows_offset(self) -> int:
+        return (self.stages - 2) * self.stage_bytes
+
+    @property
+    def query_offset(self) -> int:
+        """Of the rows' second operand, from the first."""
+        return self.key_pad * self.query_stride
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        return 1024 + self.stages * self.stage_bytes
+
+    @property
+    def fragment_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """One lane's rows of either operand, P or dS as an A operand, s and dp, the gradients of either width, rows."""
+        return (
+            (1, self.key_pad // 16, 4),
+            (1, self.value_pad // 16, 4),
+            (self.step // 16, 4),
+            (1, self.step // 8, 4),
+            (1, self.key_pad // 8, 4),
+            (1, self.value_pad // 8, 4),
+            (1, 2),
+        )
+
+    def rules(self):
+        rows = (self.key_pad + self.value_pad) * self.query_stride
+        return [
+            *super().rules(),
+            (not self.tokens_first, "the wgmma kernel reads channels first"),
+            (self.row_warps in (4, 8), "row_warps must be 4 or 8: one or two warpgroups"),
+            (self.BN == 64 and self.step in (32, 64), "BN must be 64 and step 32 or 64: swizzled tiles hold 64 columns"),
+            (3 <= self.stages <= 4, "stages must be 3 or 4: the columns of the step before are still being read"),
+            (rows <= 2 * self.stage_bytes, "the rows do not fit into the two stages they borrow"),
+            (self.key_pad + self.value_pad <= 112, "wider heads are more than registers hold"),
+        ]
+
+
 class SumsTile(NamedTuple):
     """The integers that the kernel of l and delta needs."""
 

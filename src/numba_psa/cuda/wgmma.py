@@ -149,3 +149,18 @@ def wgmma_wait(context, pending, d, width):
 def wgmma_wait_both(context, d, width, other, other_width):
     """Wait for every group. d is ready then; the work on `other` stays above the wait, that is, overlaps the product."""
     return (types.void(d, width, other, other_width), _wait(0, (0, 2), (_constant(width) // 2, _constant(other_width) // 2)))
+
+
+@intrinsic
+def wgmma_wait_two(context, pending, d, width, other, other_width):
+    """wgmma_wait for two results."""
+    counts = _constant(width) // 2, _constant(other_width) // 2
+    return types.void(pending, d, width, other, other_width), _wait(_constant(pending), (1, 3), counts)
+
+
+@intrinsic
+def wgmma_wait_three(context, pending, d, width, other, other_width, third, third_width):
+    """wgmma_wait for three results."""
+    counts = _constant(width) // 2, _constant(other_width) // 2, _constant(third_width) // 2
+    signature = types.void(pending, d, width, other, other_width, third, third_width)
+    return signature, _wait(_constant(pending), (1, 3, 5), counts)

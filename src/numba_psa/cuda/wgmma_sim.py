@@ -97,3 +97,11 @@ def wgmma_wait(pending, d, width):
 
 def wgmma_wait_both(d, width, other, other_width):
     """Products are done at once here."""
+
+
+def wgmma_wait_two(pending, d, width, other, other_width):
+    """Products are done at once here."""
+
+
+def wgmma_wait_three(pending, d, width, other, other_width, third, third_width):
+    """Products are done at once here."""
