@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from numba_psa.nn.conv import Conv
 from numba_psa.nn.exact import Exact
 from numba_psa.nn.layers import Layer
+from numba_psa.nn.weights import Wanted
 from numba_psa.numerics import FLOAT32, FORWARD_FACTOR, HALVES, accumulator_dtype, machine_epsilon, relative_error
 
 EPSILONS = 32
@@ -25,16 +26,23 @@ def random_state(
 
     `sizes` are those that the layer's weights decide: c and qkv, with c_in for C2PSA, and c_out and e for C3k2 as well.
     """
+    return random_arrays(layer._wanted([f"m.{units - 1}."]), sizes, folded=folded, seed=seed)
+
+
+def random_arrays(
+    convs: Iterable[Wanted], sizes: Mapping[str, int], *, folded: bool = False, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """`random_state` of any convolutions."""
     rng, state = np.random.default_rng(seed), {}
 
     def normal(name: str, *shape: int, mean: float = 0.0, spread: float = 0.2) -> None:
         state[name] = (mean + spread * rng.standard_normal(shape)).astype(np.float32)
 
-    for conv in layer._wanted([f"m.{units - 1}."]):
+    for conv in convs:
         shape = [factor * {"": 1, **sizes}[symbol] for factor, symbol in conv.weight_axes]
-        normal(f"{conv.name}.conv.weight", *shape, spread=1 / np.prod(shape[1:]) ** 0.5)
-        if folded:
-            normal(f"{conv.name}.conv.bias", shape[0])
+        normal(f"{conv.path}.weight", *shape, spread=1 / np.prod(shape[1:]) ** 0.5)
+        if folded or conv.plain:
+            normal(f"{conv.path}.bias", shape[0])
         else:
             for part, mean in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0)):
                 normal(f"{conv.name}.bn.{part}", shape[0], mean=mean)

@@ -53,7 +53,7 @@ class Concat:
 
 
 class Level(NamedTuple):
-    """What the head says on one map: distances `[B, 4, H, W]` left, top, right, bottom in strides; logits `[B, nc, H, W]`."""
+    """What the head says on a map: distances `[B, 4, H, W]` left, top, right, bottom in strides; logits `[B, nc, H, W]`."""
 
     distances: Any
     logits: Any

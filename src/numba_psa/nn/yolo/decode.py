@@ -41,15 +41,15 @@ def end2end(raw: np.ndarray, height: int, width: int) -> np.ndarray:
     several boxes. Of equal scores the first counts.
     """
     centres, strides = anchors(height, width)
-    nc, results = raw.shape[1] - 4, []
-    for image in raw:
+    nc, results = raw.shape[1] - 4, np.empty((len(raw), min(MOST_BOXES, raw.shape[2]), 6), raw.dtype)
+    for image, result in zip(raw, results, strict=True):
         tokens = largest(image[4:].max(axis=0), MOST_BOXES)
         candidates = image[4:, tokens].T.ravel()
         chosen = largest(candidates, len(tokens))
         at = tokens[chosen // nc]
         boxes = corners(image[:4, at], centres[:, at], strides[at])
-        results.append(np.concatenate((*boxes, candidates[None, chosen], (chosen % nc)[None])).T)
-    return np.stack(results).astype(raw.dtype)
+        np.concatenate((*boxes, candidates[None, chosen], (chosen % nc)[None]), out=result.T)
+    return results
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
