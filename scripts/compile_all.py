@@ -113,22 +113,22 @@ def kernels(arch: int, everything: bool) -> Iterator[tuple]:
             yield make_psa_pack_qkv, config, PACK_SIGNATURE
             yield make_psa_merge_attn_nchw, config, MERGE_SIGNATURE
             yield make_psa_extract_v_nchw, config, PACK_SIGNATURE
-    for make, config in convolutions(arch):
+    for make, config in convolutions(arch, everything):
         yield make, config, SIGNATURES[make]
 
 
 SIGNATURES = {make_convolution: convolution.SIGNATURE, make_depthwise: convolution.DEPTHWISE_SIGNATURE}
 
 
-def convolutions(arch: int) -> dict[tuple, None]:
+def convolutions(arch: int, everything: bool) -> dict[tuple, None]:
     """(make, config) of the convolutions of layers: few tokens and many, rows at odd places, concatenated inputs."""
     found = {}
-    for item, bf16 in ((4, False), (2, False), (2, True)):
+    for item, bf16 in ((4, False), (2, False), (2, True))[: 3 if everything else 2]:
         for whole in (True, False):
-            for batch, taps, pieces in ((1, 1, 1), (1, 1, 2), (1, 3, 1), (32, 1, 1), (32, 1, 4), (32, 3, 1)):
-                for c_in, c_out in ((256, 256), (128, 128)):
+            for batch, taps, pieces in ((1, 1, 2), (1, 3, 1), (32, 1, 4), (32, 3, 1)):
+                for channels in (256, 128) if everything else (256,):
                     fields = {"taps": taps, "pieces": pieces, "whole": whole, "bf16": bf16, "arch": arch}
-                    config = choose_convolution(c_in, c_out, batch, 400, 132, item=item, **fields)
+                    config = choose_convolution(channels, channels, batch, 400, 132, item=item, **fields)
                     found[make_convolution, config] = None
             found[make_depthwise, DepthwiseConfig(item, bf16, whole, arch=arch)] = None
     return found

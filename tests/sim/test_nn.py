@@ -6,10 +6,18 @@ from layer_cases import build, normal
 
 from numba_psa import nn
 from numba_psa.errors import DTypeError, ParameterError, ShapeError
+from numba_psa.nn import planned_cuda
 from numba_psa.numerics import BFLOAT16, FLOAT16, FLOAT32
 from numba_psa.testing.layers import agrees_rounded
 
 
+@pytest.fixture
+def one_warp(monkeypatch):
+    """Tiles for a GPU that is busy with a single block: fewer threads for the simulator."""
+    monkeypatch.setattr(planned_cuda, "multiprocessors", lambda device: 0)
+
+
+@pytest.mark.usefixtures("one_warp")
 @pytest.mark.parametrize(
     ("layer_class", "impl", "dtype", "options"),
     [

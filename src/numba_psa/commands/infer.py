@@ -13,7 +13,7 @@ def infer(
     input: Annotated[Path, typer.Option(help="x [B, c_in, H, W] as .npy; or a picture, with .onnx weights.")],
     output: Annotated[Path | None, typer.Option(help="Write y here, as .npy.")] = None,
     prefix: Annotated[str, typer.Option(help="Where the layer stands among the weights.")] = "model.10",
-    impl: Annotated[str, typer.Option(help="cpu or oracle.")] = "cpu",
+    impl: Annotated[str, typer.Option(help="cpu, oracle, cuda or mirror.")] = "cpu",
     num_heads: Annotated[int | None, typer.Option(help="Default: max(c // 64, 1).")] = None,
     imgsz: Annotated[
         int, typer.Option(min=32, max=16384, help="The longer side of a picture is resized to this, if the network lets it.")

@@ -206,6 +206,7 @@ def choose_convolution(
             k_warps, steps = 8, 2 if taps > 1 or (channel_tiles == 2 and not long) else 4
         else:
             k_warps, steps = 8 if channel_tiles == 2 and long else 4, 4 if long else 2
+        steps = steps if fields.get("whole", True) else min(steps, 2)  # single elements take more registers on their way
         sizes = {"channel_tiles": channel_tiles, "k_warps": k_warps, "steps": steps}
     else:
         channel_warps = 4 if c_out > 128 else 2 if c_out > 64 else 1

@@ -41,7 +41,7 @@ def images_at_a_time(batch: int, tokens: int) -> int:
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory of one result, in use from step `first` to step `last`; of x and y, the caller's."""
+    """Memory of one result, and the steps that touch it, in order; of x and y, the caller's."""
 
     elements: int
     steps: list[int] = field(default_factory=list)
@@ -71,7 +71,7 @@ class CudaPlan(Recorder):
 
     # ---- what a layer calls, as in `Exact` ----
     def conv(self, conv: Conv, x: Tensor | Sequence[Tensor], add: Tensor | None = None) -> Tensor:
-        pieces, out = _joined([x] if isinstance(x, Tensor) else x, self.tokens), self._new(conv.c_out)
+        pieces, out = joined([x] if isinstance(x, Tensor) else x, self.tokens), self._new(conv.c_out)
         if len(pieces) > MOST_PIECES:
             raise ShapeError(
                 f"impl='cuda' reads up to {MOST_PIECES} tensors as one along channels, here there are {len(pieces)}: "
@@ -149,23 +149,12 @@ class CudaPlan(Recorder):
         self._recorded.append(Launch(run, grid, tuple(arguments)))
 
     def _settle(self) -> None:
-        """Give every buffer but those of x and y its place in one piece of memory, and capture the launches.
-
-        Buffers that are not in use at the same time may share a place.
-        """
-        own, size = [buffer for buffer in self._buffers if buffer not in (self._x.buffer, self._y.buffer)], 0
-        placed: list[tuple[int, Buffer]] = []
-        for buffer in own:
-            at = 0
-            for start, other in sorted(placed, key=lambda place: place[0]):
-                beside = other.steps[-1] < buffer.steps[0] or buffer.steps[-1] < other.steps[0]
-                if not beside and start < at + self._bytes(buffer.elements):
-                    at = max(at, padded(start + self._bytes(other.elements), ALIGNMENT))
-            placed.append((at, buffer))
-            size = max(size, at + self._bytes(buffer.elements))
-        self._memory = cuda.device_array(max(size, 1) + ALIGNMENT, np.uint8)
+        """Give every buffer but those of x and y its place in one piece of memory."""
+        own = [buffer for buffer in self._buffers if buffer not in (self._x.buffer, self._y.buffer)]
+        found, size = places(own, self.dtype.itemsize)
+        self._memory = cuda.device_array(size + ALIGNMENT, np.uint8)
         start = padded(address_of(self._memory), ALIGNMENT)
-        for at, buffer in placed:
+        for at, buffer in zip(found, own, strict=True):
             buffer.address = start + at
         self._theirs = [
             index
@@ -196,7 +185,20 @@ class CudaPlan(Recorder):
             self._graph.launch(stream)
 
 
-def _joined(pieces: Sequence[Tensor], tokens: int) -> list[Tensor]:
+def places(buffers: Sequence[Buffer], item: int) -> tuple[list[int], int]:
+    """(where each begins, bytes of all) in one piece of memory; those not in use at the same time may share a place."""
+    found: list[tuple[int, Buffer]] = []
+    for buffer in buffers:
+        at = 0
+        for start, other in sorted(found, key=lambda place: place[0]):
+            together = buffer.steps[0] <= other.steps[-1] and other.steps[0] <= buffer.steps[-1]
+            if together and start < at + item * buffer.elements:
+                at = max(at, padded(start + item * other.elements, ALIGNMENT))
+        found.append((at, buffer))
+    return [at for at, _ in found], max((at + item * buffer.elements for at, buffer in found), default=0)
+
+
+def joined(pieces: Sequence[Tensor], tokens: int) -> list[Tensor]:
     """The same channels in as few pieces as can be: neighbours in a buffer are one."""
     joined: list[Tensor] = []
     for piece in pieces:
