@@ -73,14 +73,14 @@ shapes = st.builds(
     PSAShape,
     batch=st.integers(1, 3),
     num_heads=st.integers(1, 3),
-    key_dim=st.sampled_from((1, 5, 16, 31, 32, 36, 64)),
+    key_dim=st.sampled_from((5, 32, 36, 64)),
     height=st.integers(1, 20),
     width=st.integers(1, 20),
 )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     shape=shapes,
     seed=seeds,
@@ -126,11 +126,12 @@ def test_flash_backward_on_other_lengths_and_widths(name, shape, dtype):
     kernel_checks.agrees_on_flash(cuda, name, shape, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", BACKWARD)
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(data=st.data())
-def test_cases_of_the_fuzzer(name, data):
-    dtype = data.draw(st.sampled_from(("float16", "bfloat16", "float32")))
+def test_cases_of_the_fuzzer(name, dtype, data):
+    """Few examples: most widths compile kernels of their own."""
     case = data.draw(cases(name, dtype=dtype, max_tokens=200))
     width = case.shape.key_dim if isinstance(case.shape, PSAShape) else max(case.shape.head_dim, case.shape.value_dim)
     if width > (64 if isinstance(case.shape, PSAShape) else 128) and name not in LAYOUT:

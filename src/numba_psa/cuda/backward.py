@@ -13,6 +13,7 @@ from numba import float32, int32, types, uint32
 
 from numba_psa._numba_cuda import cuda
 from numba_psa.cuda.backward_steps import (
+    IN_ORDER,
     again_if_not_finite,
     clear_tail,
     columns_address,
@@ -164,15 +165,15 @@ def make_backward(config):
             scores_of_rows(tile, s, have.a, rows, columns + stage, head.scale)  # S = Q K^T, or its transpose
             scores_of_rows(wide, dp, have.a_wide, rows_wide, columns_wide + stage, ONE)  # dP = dO V^T, or its transpose
             if of_keys:
-                sums = columns_address(False, ring + stage + tile.sums_offset, at.lane)
-                weights_by_columns(tile, False, s, sums, steepness)  # P = exp(S - l)
+                sums = columns_address(IN_ORDER, ring + stage + tile.sums_offset, at.lane)
+                weights_by_columns(tile, IN_ORDER, s, sums, steepness)  # P = exp(S - l)
                 accumulate_values(tile, acc_wide, s, p, summed_wide + stage)  # dV += P^T dO
-                score_gradients_by_columns(tile, False, dp, s, sums + 4 * tile.BN, factor)
+                score_gradients_by_columns(tile, IN_ORDER, dp, s, sums + 4 * tile.BN, factor)
             else:
                 weights_by_rows(tile, s, have.l, steepness)
                 left = head.n_columns - j * tile.BN
                 if left < tile.BN:
-                    clear_tail(False, s, left, at.lane)
+                    clear_tail(IN_ORDER, s, left, at.lane)
                 score_gradients_by_rows(tile, dp, s, have.delta, factor)
             accumulate_values(wide, acc, dp, p, summed + stage)  # dQ += dS K, or dK += dS^T Q
             stage, ahead = next_stage(tile, stage), next_stage(tile, ahead)

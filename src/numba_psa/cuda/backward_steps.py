@@ -3,7 +3,8 @@
     P = exp(s - l)      dS = P ∘ (dP - delta), dP = do vᵀ      dq = scale dS k      dk = scale dSᵀ q      dv = Pᵀ do
 
 l and delta belong to a query: to a row of the fragment in the pass for dq, to a column in the pass for dk and dv.
-Columns lie in order, or, `permuted`, as fragments_tf32.py has them: column tile 4n + j, column c is token 32n + 4c + j.
+Columns lie in one of three orders: as they come; within 32, as fragments_tf32.py has them, where column c of tile 4n + j is
+token 32n + 4c + j; within 8, where columns 2i and 2i+1 of a tile are tokens i and i+4, as an A operand of TF32 wants them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from numba_psa.cuda.fragments import ONE, ZERO, fill, quad_sum
 from numba_psa.cuda.tiles_backward import SUMS_PAD
 
 LARGEST_SHIFT = 60
+IN_ORDER, WITHIN_32, WITHIN_8 = range(3)
 
 
 # ---- powers of two that keep float16's dS in range --------------------------------------------------------------------
@@ -85,32 +87,34 @@ def weight(tile, s, l, steepness):
 
 
 @step
-def column_of(permuted, n, c, lane):
+def column_of(order, n, c, lane):
     """The column that element c of column tile n is."""
-    return n // 4 * 32 + n % 4 + 8 * (lane & 3) + 4 * c if permuted else 8 * n + 2 * (lane & 3) + c
+    if order == WITHIN_32:
+        return n // 4 * 32 + n % 4 + 8 * (lane & 3) + 4 * c
+    return 8 * n + ((lane & 3) + 4 * c if order == WITHIN_8 else 2 * (lane & 3) + c)
 
 
 @step
-def columns_address(permuted, address, lane):
+def columns_address(order, address, lane):
     """Where this lane's columns begin in a row of floats in shared memory."""
-    return address + (32 if permuted else 8) * (lane & 3)
+    return address + (32 if order == WITHIN_32 else 4 if order == WITHIN_8 else 8) * (lane & 3)
 
 
 @step
-def two_columns(permuted, address, n):
+def two_columns(order, address, n):
     """The numbers of this lane's two columns of tile n."""
-    if permuted:
-        at = address + 128 * (n // 4) + 4 * (n % 4)
-        return ld_shared_f32(at), ld_shared_f32(at + 16)
-    return ld_shared_v2_f32(address + 32 * n)
+    if order == IN_ORDER:
+        return ld_shared_v2_f32(address + 32 * n)
+    at = address + (128 * (n // 4) + 4 * (n % 4) if order == WITHIN_32 else 32 * n)
+    return ld_shared_f32(at), ld_shared_f32(at + 16)
 
 
 @step
-def clear_tail(permuted, s, columns_left, lane):
+def clear_tail(order, s, columns_left, lane):
     """Weights of columns past the last token become 0."""
     for n in range(s.shape[1]):
         for c in range(2):
-            if column_of(permuted, n, c, lane) >= columns_left:
+            if column_of(order, n, c, lane) >= columns_left:
                 s[0, n, c] = ZERO
                 s[0, n, 2 + c] = ZERO
 
@@ -124,10 +128,10 @@ def weights_by_rows(tile, s, l, steepness):
 
 
 @step
-def weights_by_columns(tile, permuted, s, l, steepness):
+def weights_by_columns(tile, order, s, l, steepness):
     """s = P; l is the address of this lane's columns."""
     for n in range(s.shape[1]):
-        first, second = two_columns(permuted, l, n)
+        first, second = two_columns(order, l, n)
         for r in range(2):
             s[0, n, 2 * r] = weight(tile, s[0, n, 2 * r], first, steepness)
             s[0, n, 2 * r + 1] = weight(tile, s[0, n, 2 * r + 1], second, steepness)
@@ -142,10 +146,10 @@ def score_gradients_by_rows(tile, dp, s, delta, factor):
 
 
 @step
-def score_gradients_by_columns(tile, permuted, dp, s, delta, factor):
+def score_gradients_by_columns(tile, order, dp, s, delta, factor):
     """dp = dS; delta is the address of this lane's columns."""
     for n in range(s.shape[1]):
-        first, second = two_columns(permuted, delta, n)
+        first, second = two_columns(order, delta, n)
         first, second = first * factor, second * factor
         for r in range(2):
             dp[0, n, 2 * r] = s[0, n, 2 * r] * (dp[0, n, 2 * r] * factor - first)

@@ -14,6 +14,7 @@ from numba_psa._numba_cuda import cuda
 from numba_psa.cuda.backward import BACKWARD_SIGNATURE as BACKWARD_SIGNATURE
 from numba_psa.cuda.backward import stage_rows_of_pass, start_columns
 from numba_psa.cuda.backward_steps import (
+    WITHIN_32,
     again_if_not_finite,
     clear_tail,
     columns_address,
@@ -100,19 +101,21 @@ def make_backward_tf32(config):
             barrier()
             start_columns(tile, of_keys, ring + ahead, head, (j + LEAD) * tile.BN, at.tid)
             scores_tf32(tile, s, a_high, a_low, rows, b_high, b_low, columns + stage, head.scale)  # S, or its transpose
-            scores_tf32(wide, dp, a_high, a_low, rows_wide, b_high, b_low, columns_wide + stage, ONE)  # dP, or its transpose
+            sums = columns_address(WITHIN_32, ring + stage + tile.sums_offset, at.lane)
             if of_keys:
-                sums = columns_address(True, ring + stage + tile.sums_offset, at.lane)
-                weights_by_columns(tile, True, s, sums, steepness)  # P = exp(S - l)
+                weights_by_columns(tile, WITHIN_32, s, sums, steepness)  # P = exp(S - l)
                 split_probabilities(tile.exact, p_high, p_low, s)
                 operands = have.operand_wide_high, have.operand_wide_low
                 accumulate_values_tf32(tile, acc_wide, have.part_wide, p_high, p_low, *operands, summed_wide + stage)
-                score_gradients_by_columns(tile, True, dp, s, sums + 4 * tile.BN, ONE)
             else:
                 weights_by_rows(tile, s, have.l, steepness)
                 left = head.n_columns - j * tile.BN
                 if left < tile.BN:
-                    clear_tail(True, s, left, at.lane)
+                    clear_tail(WITHIN_32, s, left, at.lane)
+            scores_tf32(wide, dp, a_high, a_low, rows_wide, b_high, b_low, columns_wide + stage, ONE)  # dP, or its transpose
+            if of_keys:
+                score_gradients_by_columns(tile, WITHIN_32, dp, s, sums + 4 * tile.BN, ONE)
+            else:
                 score_gradients_by_rows(tile, dp, s, have.delta, ONE)
             split_probabilities(tile.exact, p_high, p_low, dp)
             operands = have.operand_high, have.operand_low

@@ -13,6 +13,7 @@ from numba_psa._numba_cuda import cuda
 from numba_psa.cuda.backward import BACKWARD_SIGNATURE as BACKWARD_SIGNATURE
 from numba_psa.cuda.backward import Registers, stage_rows_of_pass, stage_sums
 from numba_psa.cuda.backward_steps import (
+    IN_ORDER,
     again_if_not_finite,
     clear_tail,
     columns_address,
@@ -87,7 +88,7 @@ def make_backward_wgmma(config):
         wgmma_wait_two(1, s, STEP, acc, KEY_PAD)
         weights_by_rows(tile, s, have.l, steepness)  # P = exp(S - l)
         if columns_left < STEP:
-            clear_tail(False, s, columns_left, lane)
+            clear_tail(IN_ORDER, s, columns_left, lane)
         wgmma_wait_both(dp, STEP, s, STEP)
         score_gradients_by_rows(tile, dp, s, have.delta, factor)
         pack_block(BF16, have.p, dp)
@@ -100,11 +101,11 @@ def make_backward_wgmma(config):
         wgmma_scores(s, have.a, columns, STEP, KEY_PAD, BF16)  # S^T = K Q^T
         wgmma_scores(dp, have.a_wide, columns + (128 * KEY_PAD >> 4), STEP, VALUE_PAD, BF16)  # dP^T = V dO^T
         wgmma_wait_three(1, s, STEP, acc, KEY_PAD, acc_wide, VALUE_PAD)
-        weights_by_columns(tile, False, s, sums, steepness)  # P = exp(S - l)
+        weights_by_columns(tile, IN_ORDER, s, sums, steepness)  # P = exp(S - l)
         pack_block(BF16, have.p, s)
         wgmma_values(acc_wide, have.p, summed + (128 * KEY_PAD >> 4), VALUE_PAD, STEP, TILE_BYTES, BF16)
         wgmma_wait_two(1, dp, STEP, s, STEP)
-        score_gradients_by_columns(tile, False, dp, s, sums + 4 * tile.BN, factor)
+        score_gradients_by_columns(tile, IN_ORDER, dp, s, sums + 4 * tile.BN, factor)
         pack_block(BF16, have.ds, dp)
         wgmma_values(acc, have.ds, summed, KEY_PAD, STEP, TILE_BYTES, BF16)
 
@@ -142,7 +143,7 @@ def make_backward_wgmma(config):
             for h in range(STEPS):
                 offset = stage + 2 * STEP * h >> 4
                 if of_keys:
-                    sums = columns_address(False, shared + stage + tile.sums_offset + 4 * STEP * h, at.lane)
+                    sums = columns_address(IN_ORDER, shared + stage + tile.sums_offset + 4 * STEP * h, at.lane)
                     meet_queries(head, have, columns + offset, summed + offset, sums, steepness, factor)
                 else:
                     left = head.n_columns - j * tile.BN - STEP * h

@@ -7,8 +7,14 @@ from collections.abc import Iterator
 from numba_psa.cuda.backward import make_backward
 from numba_psa.cuda.backward_tf32 import make_backward_tf32
 from numba_psa.cuda.backward_wgmma import make_backward_wgmma
+from numba_psa.cuda.backward_wgmma_tf32 import make_backward_wgmma_tf32
 from numba_psa.cuda.choice import Candidate, Choice, Problem
-from numba_psa.cuda.tiles_backward import MmaBackwardConfig, Tf32BackwardConfig, WarpgroupBackwardConfig
+from numba_psa.cuda.tiles_backward import (
+    MmaBackwardConfig,
+    Tf32BackwardConfig,
+    Tf32WarpgroupBackwardConfig,
+    WarpgroupBackwardConfig,
+)
 from numba_psa.errors import ParameterError, ShapeError
 from numba_psa.numerics import BFLOAT16, FLOAT32
 
@@ -37,6 +43,8 @@ def candidates(problem: Problem, arch: int, multiprocessors: int) -> Iterator[Ca
     """(factory, config class, tile sizes), best first."""
     wide = problem.key_dim + problem.value_dim > 128
     if problem.dtype == FLOAT32:
+        if arch == 90 and problem.heads * -(-problem.n_queries // 64) > 32:
+            yield make_backward_wgmma_tf32, Tf32WarpgroupBackwardConfig, {"row_warps": 8}
         yield make_backward_tf32, Tf32BackwardConfig, {"row_warps": 4}
         yield make_backward_tf32, Tf32BackwardConfig, {"row_warps": 2}
         return

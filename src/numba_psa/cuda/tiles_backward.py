@@ -96,6 +96,11 @@ class MmaBackwardConfig(BackwardTileConfig):
         return self._stride(tokens, channels) * (tokens if self.tokens_first else channels)
 
     @property
+    def longest_row(self) -> int:
+        """Elements of the longest row that is moved at once."""
+        return max(self.key_pad, self.value_pad) if self.tokens_first else max(self.BM, self.BN)
+
+    @property
     def query_stride(self) -> int:
         return self._stride(self.BM, self.key_pad)
 
@@ -162,7 +167,10 @@ class MmaBackwardConfig(BackwardTileConfig):
         return [
             *super().rules(),
             (self.BN % 16 == 0 and self.BN > 0, "BN must be a multiple of 16: columns are consumed 16 at a time"),
-            (self.threads >= max(self.BM, self.BN) // 8, f"{self.threads} threads are fewer than a row has chunks"),
+            (
+                self.threads >= self.longest_row * self.item // self.copy,
+                f"{self.threads} threads are fewer than a row has chunks",
+            ),
         ]
 
 
@@ -316,6 +324,79 @@ class WarpgroupBackwardConfig(BackwardTileConfig):
             (3 <= self.stages <= 4, "stages must be 3 or 4: the columns of the step before are still being read"),
             (rows <= 2 * self.stage_bytes, "the rows do not fit into the two stages they borrow"),
             (self.key_pad + self.value_pad <= 112, "wider heads are more than registers hold"),
+        ]
+
+
+@dataclass(frozen=True)
+class Tf32WarpgroupBackwardConfig(BackwardTileConfig):
+    """Tiles of the float32 backward on wgmma: 64 rows for each warpgroup, 32 columns a step.
+
+    Shared memory, from a multiple of 1024: three blocks of columns as they come, [channel][token], with their l and delta;
+    two in parts, [token][channel] high and low and [channel][token] low; then the rows key_dim wide, [row][channel] high and
+    low, of each warpgroup. Rows of 128 bytes, swizzled.
+    """
+
+    exact: bool = True
+    row_warps: int = 8
+    stages: int = 3
+    item = 4
+    granule = 32
+    smallest_arch = 90
+    key_stride = value_stride = 128
+    query_stride = wide_query_stride = 0
+
+    @property
+    def values_offset(self) -> int:
+        return 128 * self.key_pad
+
+    @property
+    def tile_bytes(self) -> int:
+        return 128 * (self.key_pad + self.value_pad)
+
+    sums_offset = tile_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.tile_bytes + 1024
+
+    @property
+    def split_offset(self) -> int:
+        return self.stages * self.stage_bytes
+
+    @property
+    def split_bytes(self) -> int:
+        return 3 * self.tile_bytes
+
+    @property
+    def query_offset(self) -> int:
+        return self.split_offset + 2 * self.split_bytes
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        return 1024 + self.query_offset + 2 * 128 * self.BM
+
+    @property
+    def fragment_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """One lane's wide rows, P or dS (each a high and a low part), s and dp, the gradients, words to split, rows."""
+        return (
+            (self.value_pad // 8, 4),
+            (4, 4),
+            (1, 4, 4),
+            (1, self.key_pad // 8, 4),
+            (1, self.value_pad // 8, 4),
+            (4,),
+            (1, 2),
+        )
+
+    def rules(self):
+        return [
+            *super().rules(),
+            (not self.tokens_first, "the wgmma kernel reads channels first"),
+            (self.exact, "it computes exactly"),
+            (self.row_warps in (4, 8), "row_warps must be 4 or 8: one or two warpgroups"),
+            (self.BN == 32 and self.stages == 3, "BN must be 32 and stages 3"),
+            (self.key_dim <= 32, f"key_dim must be at most 32, one row of 128 bytes, got {self.key_dim}"),
+            (self.value_dim <= 64, f"value_dim must be at most 64, got {self.value_dim}"),
         ]
 
 

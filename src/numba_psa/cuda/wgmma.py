@@ -94,12 +94,17 @@ def wgmma_values(context, acc, p, values, value_dim, block, tile_bytes, bf16):
     return types.void(acc, p, types.uint64, value_dim, block, tile_bytes, bf16), generate
 
 
+def _tf32_terms(n, i):
+    """Where the i-th eight terms are, in 16 bytes: four of them in a row, then the next block of n rows."""
+    return i // 4 * (128 * n // 16) + 2 * (i % 4)
+
+
 @intrinsic
 def wgmma_tf32(context, d, high, low, b_high, b_low, width, terms, exact):
-    """Start d[64 x width] = a b over `terms` terms, a multiple of 8 up to 32: a = high + low in registers, b likewise.
+    """Start d[64 x width] = a b over `terms` terms, a multiple of 8: a = high + low in registers, b likewise.
 
-    b_high, b_low: descriptors of [width][terms] rows of 128 bytes, swizzled. exact: all three products that matter; else
-    only high b_high.
+    b_high, b_low: descriptors of [width][32 terms] rows of 128 bytes, swizzled, a block after the other. exact: all three
+    products that matter; else only high b_high.
     """
     n, steps, three = _constant(width), _constant(terms) // 8, _constant(exact)
     first_high, first_low = n // 2, n // 2 + 4 * steps
@@ -110,7 +115,8 @@ def wgmma_tf32(context, d, high, low, b_high, b_low, width, terms, exact):
     for first, operand in products:
         for i in range(steps):
             lines.append(
-                f"add.s64 d, ${descriptor + operand}, {2 * i}; wgmma.mma_async.sync.aligned.m64n{n}k8.f32.tf32.tf32 "
+                f"add.s64 d, ${descriptor + operand}, {_tf32_terms(n, i)}; "
+                f"wgmma.mma_async.sync.aligned.m64n{n}k8.f32.tf32.tf32 "
                 f"{_names(0, n // 2)}, {_names(first + 4 * i, 4)}, d, {clear}, 1, 1;"
             )
             clear = "yes"
@@ -125,6 +131,29 @@ def wgmma_tf32(context, d, high, low, b_high, b_low, width, terms, exact):
         return context.get_dummy_value()
 
     return types.void(d, high, low, types.uint64, types.uint64, width, terms, exact), generate
+
+
+@intrinsic
+def wgmma_tf32_shared(context, d, a_high, a_low, b_high, b_low, width, terms):
+    """wgmma_tf32, exact, with a in shared memory too: descriptors of [64][32 terms] rows of 128 bytes, swizzled."""
+    n, steps = _constant(width), _constant(terms) // 8
+    lines = [_PREDICATES.replace(".b64 d;", ".b64 d, a;"), "wgmma.fence.sync.aligned;"]
+    clear = "no"
+    for a, b in ((1, 2), (0, 3), (0, 2)):
+        for i in range(steps):
+            lines.append(
+                f"add.s64 a, ${n // 2 + a}, {_tf32_terms(64, i)}; add.s64 d, ${n // 2 + b}, {_tf32_terms(n, i)}; "
+                f"wgmma.mma_async.sync.aligned.m64n{n}k8.f32.tf32.tf32 {_names(0, n // 2)}, a, d, {clear}, 1, 1;"
+            )
+            clear = "yes"
+    asm = " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
+
+    def generate(context, builder, signature, v):
+        outputs, _ = _load(context, builder, signature.args[0], v[0], n // 2, _F)
+        _emit(builder, asm, outputs, list(v[1:5]), tied=0)
+        return context.get_dummy_value()
+
+    return types.void(d, *(types.uint64,) * 4, width, terms), generate
 
 
 def _wait(pending, arrays, counts):

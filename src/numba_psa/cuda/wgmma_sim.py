@@ -58,9 +58,9 @@ def wgmma_values(acc, p, values, value_dim, block, tile_bytes, bf16):
 
 def _tf32_operand(descriptor, step, n):
     """b[k][n] for eight terms: rows of 128 bytes, eight of them 1024 bytes apart, swizzled."""
-    start = (int(descriptor) & 0x3FFF) << 4
+    start = ((int(descriptor) & 0x3FFF) << 4) + step // 4 * (128 * n)
     row, k = np.arange(n)[None, :], np.arange(8)[:, None]
-    address = start + 32 * step + row // 8 * 1024 + row % 8 * 128 + 4 * k
+    address = start + 32 * (step % 4) + row // 8 * 1024 + row % 8 * 128 + 4 * k
     address ^= (address >> 7 & 7) << 4
     return unpack_tf32(shared_bytes().view(np.uint32)[address // 4])
 
@@ -89,6 +89,25 @@ def _multiply_tf32(given, n, steps, exact):
 def wgmma_tf32(d, high, low, b_high, b_low, width, terms, exact):
     arguments = d, high, low, b_high, b_low
     collective(lambda given: _multiply_tf32(given, width, terms // 8, exact), *arguments, size=128)
+
+
+def _multiply_tf32_shared(given, n, steps):
+    _, a_high, a_low, b_high, b_low = given[0]
+    d = np.zeros((64, n), np.float32)
+    with np.errstate(all="ignore"):
+        for a, b in ((a_low, b_high), (a_high, b_low), (a_high, b_high)):
+            for step in range(steps):
+                d += _tf32_operand(a, step, 64).T @ _tf32_operand(b, step, n)
+    for thread, arrays in enumerate(given):
+        out = arrays[0].reshape(n // 8, 4)
+        for i in range(4):
+            out[:, i] = d[_ROW[thread] + 8 * (i // 2), _PAIR[thread] + i % 2 :: 8][: n // 8]
+    return [None] * 128
+
+
+def wgmma_tf32_shared(d, a_high, a_low, b_high, b_low, width, terms):
+    arguments = d, a_high, a_low, b_high, b_low
+    collective(lambda given: _multiply_tf32_shared(given, width, terms // 8), *arguments, size=128)
 
 
 def wgmma_wait(pending, d, width):
