@@ -21,24 +21,25 @@ def one_warp(monkeypatch):
 @pytest.mark.parametrize(
     ("layer_class", "impl", "dtype", "options"),
     [
-        (nn.C2PSA, "cuda", FLOAT32, {"units": 2}),
-        (nn.C3k2, "cuda", FLOAT16, {}),
-        (nn.PSABlock, "cuda", BFLOAT16, {"shortcut": False}),
+        (nn.C2PSA, "cuda", FLOAT16, {}),
+        (nn.C3k2, "cuda", BFLOAT16, {}),
+        (nn.PSABlock, "cuda", FLOAT32, {"shortcut": False}),
         (nn.PSA, "mirror", FLOAT32, {}),
         (nn.C3k2, "mirror", BFLOAT16, {}),
     ],
 )
 def test_layers_agree_with_the_oracle(layer_class, impl, dtype, options):
     layer = build(layer_class, num_heads=2, key_dim=3, head_dim=5, **options)
-    x = normal(2, layer.c_in, 3, 4, dtype=dtype)
+    x = normal(2 if layer_class is nn.PSABlock else 1, layer.c_in, 3, 4, dtype=dtype)
     y = layer(x, impl)
     assert y.dtype == dtype
     assert agrees_rounded(layer, x, y)
 
 
+@pytest.mark.usefixtures("one_warp")
 def test_out_and_addresses_that_change():
     layer = build(nn.Attention, num_heads=1, key_dim=2, head_dim=4)
-    inputs = [normal(1, layer.c_in, 2, 4, seed=i) for i in range(2)]
+    inputs = [normal(1, layer.c_in, 2, 4, dtype=FLOAT16, seed=i) for i in range(2)]
     expected = [layer(x, "cuda") for x in inputs]
     for x, y in zip(inputs, expected, strict=True):
         out = np.full_like(y, np.nan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numba_psa._numba_cuda import SIMULATED, cuda
 from numba_psa.cuda.launching import checked
@@ -50,13 +50,17 @@ class Graph:
             checked(driver.cuStreamDestroy(stream), "cuStreamDestroy")
         self._executable = checked(driver.cuGraphInstantiate(self._graph, 0), "cuGraphInstantiate")
 
-    def replace(self, index: int, arguments: tuple) -> None:
-        """Give launch number `index`, of a Kernel, other arguments from the next replay on."""
+    def parameters(self, index: int, arguments: tuple) -> Any:
+        """What `replace` takes: other arguments for launch number `index`, which is of a Kernel."""
         kernel, grid, _ = self._launches[index]
-        self._launches[index] = Launch(kernel, grid, arguments)
-        if not SIMULATED:
-            set_parameters = self._driver.cuGraphExecKernelNodeSetParams
-            answer = set_parameters(self._executable, self._nodes[index], kernel.node(grid, arguments))
+        return Launch(kernel, grid, arguments) if SIMULATED else kernel.node(grid, arguments)
+
+    def replace(self, index: int, parameters: Any) -> None:
+        """Give launch number `index` these `parameters` from the next replay on."""
+        if SIMULATED:
+            self._launches[index] = parameters
+        else:
+            answer = self._driver.cuGraphExecKernelNodeSetParams(self._executable, self._nodes[index], parameters)
             checked(answer, "cuGraphExecKernelNodeSetParams")
 
     def launch(self, stream: int) -> None:
