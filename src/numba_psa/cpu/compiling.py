@@ -59,9 +59,9 @@ class Kernel:
         threads = min(items, numba.get_num_threads(), most_threads or items)
         numbers = np.array(problem, np.int64)
         if threads == 1:  # without a parallel region, whose other threads would have to wake up and be waited for
-            _PROTOTYPE(address)(numbers.ctypes.data, None, scale, 0, items)
+            run_alone(address, numbers.ctypes.data, scale, items)
             return
-        with _region():
+        with parallel_region():
             _share(address, numbers, scale, items, threads)
 
     def address(self, dtype: np.dtype) -> int:
@@ -87,6 +87,11 @@ class Kernel:
 kernel = Kernel
 
 
+def run_alone(address: int, problem: int, scale: float, items: int) -> None:
+    """All items of the kernel at `address` on this thread."""
+    _PROTOTYPE(address)(problem, None, scale, 0, items)
+
+
 @intrinsic
 def call(_typing, address, problem, scale, begin, end):
     """The compiled kernel at `address`."""
@@ -101,7 +106,7 @@ def call(_typing, address, problem, scale, begin, end):
     return types.void(types.int64, types.uintp, types.float64, types.int64, types.int64), generate
 
 
-def _parallel(function: Callable) -> Callable:
+def parallel(function: Callable) -> Callable:
     """The function compiled for several threads, kept on disk where there is a directory for it."""
     try:
         compiled = numba.njit(parallel=True, nogil=True, cache=True)(function)
@@ -111,39 +116,17 @@ def _parallel(function: Callable) -> Callable:
     return compiled
 
 
-@_parallel
+@parallel
 def _share(kernel, problem, scale, items, threads):
     for thread in prange(threads):
         call(kernel, problem.ctypes.data, scale, thread * items // threads, (thread + 1) * items // threads)
-
-
-@_parallel
-def _share_in_order(steps, scales, threads):
-    for i in range(len(steps)):
-        items = steps[i, 2]
-        for thread in prange(threads):
-            call(steps[i, 0], steps[i, 1], scales[i], thread * items // threads, (thread + 1) * items // threads)
-
-
-def run_in_order(steps: np.ndarray, scales: np.ndarray) -> None:
-    """Many kernels one after the other: rows of `steps` are address of the kernel, address of its problem, items (int64).
-
-    One call from Python for all of them, and threads meet after each. Work is dealt as in `Kernel.run`.
-    """
-    threads = numba.get_num_threads()
-    if threads == 1:
-        for (address, problem, items), scale in zip(steps.tolist(), scales.tolist(), strict=True):
-            _PROTOTYPE(address)(problem, None, scale, 0, items)
-        return
-    with _region():
-        _share_in_order(steps, scales, threads)
 
 
 # ---- the threading layer ----------------------------------------------------------------------------------------------
 _turns = threading.Lock()
 
 
-def _region() -> contextlib.AbstractContextManager:
+def parallel_region() -> contextlib.AbstractContextManager:
     """Numba's own workqueue cannot run two parallel regions at once: callers take turns. OpenMP and TBB can."""
     return _turns if threading_layer() == "workqueue" else contextlib.nullcontext()
 

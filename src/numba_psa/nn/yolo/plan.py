@@ -15,9 +15,10 @@ import numba
 import numpy as np
 
 from numba_psa.cpu import framed, framed_passes
-from numba_psa.cpu.compiling import Kernel, run_in_order
+from numba_psa.cpu.compiling import Kernel
 from numba_psa.cpu.forward import forward
 from numba_psa.cpu.frames import Frame
+from numba_psa.cpu.in_order import run_in_order
 from numba_psa.cpu.operands import address, tiles
 from numba_psa.cpu.vector import ROWS
 from numba_psa.errors import ShapeError
