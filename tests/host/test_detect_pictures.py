@@ -30,6 +30,8 @@ def with_extremes(test):
 # ---- reading ----------------------------------------------------------------------------------------------------------
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
 GREYS = np.random.default_rng(1).integers(0, 256, (5, 7), np.uint8)
+FINE = np.random.default_rng(2).integers(0, 2**16, (5, 7), np.uint16)
+"""Of 16 bits; what is white, 65535, is 257·255."""
 
 
 def saved(image, kind="PNG", **options):
@@ -83,10 +85,10 @@ STORED = {
     "grey and alpha": (lambda: saved(alpha(Image.fromarray(GREYS))), greys(GREYS)),
     "black and white": (lambda: saved(Image.fromarray(GREYS > 99)), greys(np.uint8(255) * (GREYS > 99))),
     "palette": (lambda: saved(Image.fromarray(PIXELS).quantize(64)), PIXELS),
-    "16 bits": (lambda: saved(Image.fromarray(GREYS.astype(np.uint16) * 257)), greys(GREYS)),
-    "16 bits, TIFF": (lambda: saved(Image.fromarray(GREYS.astype(np.uint16) * 257), "TIFF"), greys(GREYS)),
-    "16 bits, PGM": (lambda: b"P5 7 5 65535\n" + (GREYS.astype(">u2") * 257).astype(">u2").tobytes(), greys(GREYS)),
-    "32 bits": (lambda: saved(Image.fromarray(GREYS.astype(np.int32) * 257), "TIFF"), greys(GREYS)),
+    "16 bits": (lambda: saved(Image.fromarray(FINE)), greys(FINE // 257)),
+    "16 bits, TIFF": (lambda: saved(Image.fromarray(FINE), "TIFF"), greys(FINE // 257)),
+    "16 bits, PGM": (lambda: b"P5 7 5 65535\n" + FINE.astype(">u2").tobytes(), greys(FINE // 257)),
+    "32 bits": (lambda: saved(Image.fromarray(FINE.astype(np.int32)), "TIFF"), greys(FINE // 257)),
     "CMYK": (lambda: saved(Image.fromarray(255 - np.dstack((PIXELS, PIXELS[..., :1] | 255)), "CMYK"), "TIFF"), PIXELS),
     "animation": (
         lambda: saved(Image.fromarray(GREYS), "GIF", save_all=True, append_images=[Image.fromarray(255 - GREYS)]),
@@ -179,7 +181,7 @@ def judge_there_and_back(size, letterbox, boxes):
     np.testing.assert_array_equal(letterbox.to_picture(grey), [[0, 0, *size]])
 
 
-POINTS = arrays(np.float64, (3, 4), elements=st.floats(0, 1))
+POINTS = arrays(np.float64, (3, 4), elements=st.floats(0, 1), fill=st.nothing())
 
 
 @given(SIZES, IMGSZ, POINTS)
@@ -223,10 +225,10 @@ def test_the_network_sees_rgb_from_0_to_1():
 def candidates(draw):
     """Boxes on a coarse grid, so that they touch, coincide, contain each other and are empty; scores with ties."""
     count = draw(st.integers(0, 12))
-    corners = draw(arrays(np.int64, (count, 4), elements=st.integers(0, 6)))
+    corners = draw(arrays(np.int64, (count, 4), elements=st.integers(0, 6), fill=st.nothing()))
     xyxy = np.concatenate((np.minimum(corners[:, :2], corners[:, 2:]), np.maximum(corners[:, :2], corners[:, 2:])), axis=1)
-    scores = draw(arrays(np.int64, count, elements=st.integers(1, 5))) / 5
-    classes = draw(arrays(np.int64, count, elements=st.integers(0, 2)))
+    scores = draw(arrays(np.int64, count, elements=st.integers(1, 5), fill=st.nothing())) / 5
+    classes = draw(arrays(np.int64, count, elements=st.integers(0, 1), fill=st.nothing()))
     return xyxy.astype(np.float32), scores.astype(np.float32), classes
 
 
@@ -307,6 +309,7 @@ def test_files_and_lists(tmp_path):
     model = ColourDetector(end2end=False)
     one = detect(model, tmp_path / "a.png")
     assert one.labels == ["red thing", "blue"]
+    assert one.scores.tolist() == [np.float32(0.9), np.float32(0.7)]
     both = detect(model, [str(tmp_path / "a.png"), image])
     for found in both:
         np.testing.assert_array_equal(found.xyxy, one.xyxy)

@@ -1,13 +1,12 @@
 """Planted bugs in the layers, each of which a test of `tests/host/test_nn_*` must catch."""
 
-import inspect
-
 import numpy as np
 import pytest
 import test_nn_layers as layer_tests
 import test_nn_plan as plan_tests
 import test_nn_weights as weight_tests
 from layer_cases import FIXTURES, build, normal
+from mutation import mutant
 
 from numba_psa import nn
 from numba_psa.cpu import convolution
@@ -15,15 +14,6 @@ from numba_psa.nn import conv, exact, layers, planned, recording, weights
 from numba_psa.nn.exact import Exact
 
 FIXTURE = {path.stem: path for path in FIXTURES}
-
-
-def mutant(module, old: str, new: str) -> dict:
-    """The names of `module`, run from its source with `old` replaced."""
-    source = inspect.getsource(module)
-    assert source.count(old) == 1, f"the planted bug replaces {old!r}, which is there {source.count(old)} times"
-    names = {"__name__": module.__name__, "__file__": module.__file__}
-    exec(compile(source.replace(old, new), "<mutant>", "exec"), names)
-    return names
 
 
 # ---- the definition, against Ultralytics -------------------------------------------------------------------------------
