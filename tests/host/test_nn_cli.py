@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from numba_psa import nn
 from numba_psa.cli import app
+from numba_psa.devices import gpu_problem
 from numba_psa.testing.layers import random_state
 
 C2PSA = next(path for path in FIXTURES if path.stem == "c2psa_c128_n2")
@@ -90,7 +91,6 @@ def test_what_cannot_be_done_is_one_clear_line(tmp_path, x):
         ((*infer, "--input", tmp_path / "text.npy", *write), "text.npy is no .npy file"),
         ((*infer, "--input", tmp_path / "none.npy", *write), "No such file"),
         ((*infer, "--input", tmp_path / "wrong.npy", *write), "x has 64 channels"),
-        ((*infer, "--input", path, *write, "--impl", "cuda"), "impl='cpu' and impl='oracle'"),
         ((*infer, "--input", path, *write, "--impl", "gpu"), "impl must be one of"),
         ((*infer, "--input", path, *write, "--num-heads", 3), "num_heads = 3 does not fit 64 channels"),
         ((*infer, "--input", tmp_path / "image.png", *write), "give the network as .onnx"),
@@ -108,3 +108,13 @@ def test_what_cannot_be_done_is_one_clear_line(tmp_path, x):
         result = run(*arguments)
         assert result.exit_code == 2, (arguments, result.output)
         assert message in result.stderr, (arguments, result.stderr)
+
+
+@pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU")
+@pytest.mark.parametrize("impl", ["cuda", "mirror"])
+def test_infer_without_a_gpu_says_what_is_missing(tmp_path, x, impl):
+    arguments = ("--prefix", "", "--input", x[0], "--output", tmp_path / "y.npy", "--impl", impl)
+    result = run("infer", "--weights", C2PSA, *arguments)
+    assert result.exit_code == 2
+    assert f"impl='{impl}' needs a CUDA GPU" in result.stderr
+    assert not (tmp_path / "y.npy").exists()

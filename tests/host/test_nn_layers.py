@@ -225,6 +225,8 @@ class OnDevice:
 def test_device_arrays_are_never_copied(impl):
     with pytest.raises(DTypeError, match="takes NumPy arrays, and a OnDevice lies on the device"):
         build()(OnDevice(), impl)
+    with pytest.raises(DTypeError, match="attention_map takes NumPy arrays"):
+        build().attention_map(OnDevice(), (0, 0))
 
 
 @pytest.mark.skipif(gpu_problem() is None, reason="there is a GPU")

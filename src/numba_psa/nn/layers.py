@@ -55,6 +55,11 @@ def _on_device(array: Any) -> bool:
         return True
 
 
+def _check_on_host(array: Any, what: str) -> None:
+    if _on_device(array):
+        raise DTypeError(f"{what} takes NumPy arrays, and a {type(array).__name__} lies on the device: copy it to the host")
+
+
 class Layer(ABC):
     """What all layers share: building from weights, calling, looking at attention."""
 
@@ -119,11 +124,8 @@ class Layer(ABC):
             from numba_psa.nn import on_gpu
 
             return on_gpu.run(self, implementation(impl), x, out, stream)
-        if impl not in ("oracle", "cpu") or _on_device(x):
-            implementation(impl)  # a name that does not exist is another error
-            raise DTypeError(
-                f"impl={impl!r} takes NumPy arrays, and a {type(x).__name__} lies on the device: copy it, or impl='cuda'"
-            )
+        implementation(impl)  # a name that does not exist is another error
+        _check_on_host(x, f"impl={impl!r}")
         if stream is not None:
             raise ParameterError(f"stream is for impl='cuda', and this is impl={impl!r}")
         (x,), dtype = as_floats(x=x)
@@ -148,6 +150,7 @@ class Layer(ABC):
         `block` counts the attentions of the layer. Computed by the oracle: float64 `[B, H, W]`.
         Raises ShapeError, DTypeError, ParameterError.
         """
+        _check_on_host(x, "attention_map")
         (x,), _ = as_floats(x=x)
         self.check(x.shape)
         height, width = x.shape[2:]
