@@ -152,7 +152,7 @@ def test_what_cannot_be_done_is_one_clear_line(weights):
         ((*good, "--out", "best.onnx"), "would overwrite"),
         ((*good, "--json", "folder/../a.png"), "would overwrite"),
         ((*good, "--json", "folder"), "Is a directory"),
-        ((*good, "--json", "none/boxes.json"), "No such file or directory"),
+        ((*good, "--json", "none/boxes.json"), "/none/boxes.json'"),
         ((image, image, "--weights", weights, "--out", "."), "a.png would overwrite"),
         ((image, image, "--weights", weights, "--out", "a.png/b"), "Not a directory"),
         ((image, image, "--weights", weights, "--out", "old.json"), "File exists"),

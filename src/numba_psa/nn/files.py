@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import zipfile
 from collections.abc import Callable
 from os import PathLike
@@ -32,15 +33,14 @@ def read_file(path: str | PathLike[str]) -> Contents:
     """`read_state` and `read_metadata` of a file.
 
     Raises WeightsError for what cannot be read, BackendUnavailableError where the package that reads it is missing, OSError.
-    A `.pt` file is a pickle: loading it runs code of whoever wrote it, so it is refused with the lines that convert it.
+    A `.pt` file is a pickle: loading it runs code of whoever wrote it, so it is refused with the command that converts it.
     """
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix in (".pt", ".pth"):
         raise WeightsError(
-            f"{path} is a pickle, which runs code when it is loaded. If you trust it, convert it where Ultralytics is:\n"
-            f"    model = torch.load({str(path)!r}, map_location='cpu', weights_only=False)['model'].float()\n"
-            f"    safetensors.torch.save_file(model.state_dict(), {str(path.with_suffix('.safetensors'))!r})"
+            f"{path} is a pickle, which runs code when it is loaded; this writes its weights as .safetensors and runs none "
+            f"of it: numba-psa convert {shlex.quote(str(path))}"
         )
     if suffix not in _READERS:
         raise WeightsError(f"{path}: weights are read from {', '.join(_READERS)} files")

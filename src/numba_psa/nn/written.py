@@ -24,7 +24,10 @@ def written(path: str | PathLike[str]) -> Iterator[BinaryIO]:
             yield file
         return
     path = Path(os.path.realpath(path))  # the file that a link points to, not the link
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".numba-psa-")
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".numba-psa-")
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
