@@ -116,7 +116,7 @@ def _conv(state, conv: Wanted, sizes: Mapping[str, int], problems: list[str], us
         elif name.endswith(".bn.running_var") and (array < 0).any():
             problems.append(f"{name}: holds negative variances")
         else:
-            return array.astype(np.float64)
+            return array.astype(np.float64 if array.dtype == np.float64 else np.float32)  # exact
         return None
 
     before = len(problems)
