@@ -129,9 +129,7 @@ def main() -> None:
         )
     quiet = table[PEER]["p10_ms"] / table[OURS]["p10_ms"]
     low, middle, high = np.percentile(ratios, (10, 50, 90))
-    print(
-        f"  {PEER} / {OURS}: {middle:.3f} ({low:.3f} to {high:.3f} over {options.rounds} rounds); of 10th percentiles {quiet:.3f}"
-    )
+    print(f"  {PEER} / {OURS}: {middle:.3f} ({low:.3f} to {high:.3f}), of 10th percentiles {quiet:.3f}")
     for row in rows:
         rate = f"{row['gflop'] / row['ms'] * 1e3:4.0f} GFLOP/s" if row["gflop"] else ""
         shape = "×".join(map(str, row["shape"])) if row["shape"] else ""

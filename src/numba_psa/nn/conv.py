@@ -16,7 +16,8 @@ BATCH_NORM = ("weight", "bias", "running_mean", "running_var")
 class Conv:
     """y = act(weight * x + bias), zero padding k//2, act SiLU or nothing.
 
-    weight `[c_out, c_in/groups, k, k]` and bias `[c_out]`, in float64, or in float32 if that is exact; depthwise where groups = c_in.
+    weight `[c_out, c_in/groups, k, k]` and bias `[c_out]`, in float64, or in float32 if that is exact; depthwise where
+    groups = c_in.
     """
 
     weight: np.ndarray
