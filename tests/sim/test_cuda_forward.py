@@ -83,6 +83,7 @@ MMA = [
     ({"query_warps": 1, "key_warps": 2, "BN": 16, "copy": 2, "realigned": True}, 1, 35, {"scale": -0.2}),
     ({"query_warps": 2, "BN": 16, "copy": 2, "key_dim": 3, "value_dim": 6, "bf16": True}, 2, 37, {"amplitude": 4.0}),
     ({"query_warps": 1, "BN": 16, "copy": 4, "key_dim": 18, "value_dim": 36}, 1, 34, {"scale": 0.0}),
+    ({"query_warps": 1, "BN": 16, "copy": 4, "realigned": True, "stages": 3, "key_dim": 18, "value_dim": 36}, 1, 38, {}),
 ]
 
 
@@ -123,6 +124,7 @@ WGMMA = [
     ({"tail": 16}, 72, {}),
     ({"tail": 16, "copy": 2, "key_dim": 18, "value_dim": 36}, 15, {"amplitude": 4.0}),
     ({"key_groups": 2, "copy": 2, "realigned": True}, 67, {}),
+    ({"tail": 48, "copy": 4, "realigned": True, "warpgroups": 2, "key_dim": 9, "value_dim": 18}, 106, {"amplitude": 4.0}),
     ({"bf16": True}, 64, {"scale": -0.2}),
 ]
 

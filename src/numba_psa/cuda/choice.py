@@ -115,8 +115,7 @@ def candidates(problem: Problem, arch: int, multiprocessors: int) -> Iterator[Ca
         yield from _float32(problem, arch, few, some)
         return
     if few and not problem.tokens_first:
-        fields = {"key_warps": 8, "BN": 16} if problem.realigned else {"key_warps": 4, "BN": 64, "stages": 3}
-        yield make_forward, MmaTileConfig, fields | {"query_warps": 1}
+        yield make_forward, MmaTileConfig, {"query_warps": 1, "key_warps": 4, "BN": 64, "stages": 3}
         yield make_forward, MmaTileConfig, {"query_warps": 1, "key_warps": 4, "BN": 32}
     if arch == 90 and not problem.tokens_first:
         if some:

@@ -24,7 +24,15 @@ from numba_psa.cuda.fragments import (
 )
 from numba_psa.cuda.heads import heads_of
 from numba_psa.cuda.merge import merge_key_warps
-from numba_psa.cuda.realign import realign_keys_values, start_copy
+from numba_psa.cuda.realign import (
+    accumulate_shifted,
+    clear_stages,
+    copy_queries,
+    load_query_shifted,
+    scores_shifted,
+    shifts_of,
+    start_copy,
+)
 from numba_psa.cuda.staging import (
     next_stage,
     place,
@@ -39,7 +47,6 @@ def make_forward(config):
     """The kernel for one MmaTileConfig. It closes over integers only, so that its compiled form can be cached on disk."""
     tile = config.constants()
     Q, P, S, ACC, ROWS = config.fragment_shapes
-    LEAD = config.stages - 1 + config.realigned  # blocks on their way when a turn begins
     ROWS_ARE_TOKENS, ROWS_ARE_CHANNELS = config.tokens_first, not config.tokens_first
 
     def attention_forward_kernel(q_base, k_base, v_base, out_base, l_base, n_queries, n_keys, scale):
@@ -59,7 +66,6 @@ def make_forward(config):
         m_i, l_i, alpha = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         start(m_i, l_i, acc, steepness)
 
-        raw = shared + tile.raw_offset
         ring = shared + tile.keys_offset  # `stages` blocks of keys and values
         block = tile.BN * tile.key_warps
         mine = tile.BN // 16 * at.key_warp  # of 16 keys each: where this warp's keys begin in a block
@@ -73,32 +79,40 @@ def make_forward(config):
             at.lane,
             ROWS_ARE_TOKENS,
         )
-        stage_query(tile, shared, head.q, n_queries, first_query, at.tid)
-        for j in range(LEAD):
-            target, aside = ring + j * tile.stage_bytes, raw + j * tile.raw_bytes
-            start_copy(tile, stage_keys_values, target, aside, head, n_keys, j * block, at.tid)
+        shifts, unshifted = shifts_of(tile, head.k, head.v, n_keys, at.lane), ring + 32 * mine
         if tile.realigned:
-            wait_for_copies(1)
-            barrier()
-            realign_keys_values(tile, ring, raw, head.k, n_keys, at.tid)
+            clear_stages(tile, ring, at.tid)
+            copy_queries(tile, shared, head.q, n_queries, first_query, at.tid)
+        else:
+            stage_query(tile, shared, head.q, n_queries, first_query, at.tid)
+        for j in range(tile.stages - 1):
+            target = ring + j * tile.stage_bytes
+            start_copy(tile, stage_keys_values, target, target, head, n_keys, j * block, at.tid)
 
         stage, ahead = 0, (tile.stages - 1) * tile.stage_bytes  # the stage being read, the stage being filled
         for j in range((n_keys + block - 1) // block):
             wait_for_copies(tile.stages - 2)
             barrier()
             if j == 0:
-                load_query(tile, q, queries, scale)
-            aside = raw + (j & 1) * tile.raw_bytes
-            start_copy(tile, stage_keys_values, ring + ahead, aside, head, n_keys, (j + LEAD) * block, at.tid)
+                if tile.realigned:
+                    load_query_shifted(tile, q, shared, head.q, n_queries, first_row, at.lane, scale)
+                else:
+                    load_query(tile, q, queries, scale)
+            target = ring + ahead
+            start_copy(tile, stage_keys_values, target, target, head, n_keys, (j + tile.stages - 1) * block, at.tid)
             keys_left = n_keys - j * block - at.key_warp * tile.BN
             if keys_left > 0:
-                scores(tile, s, q, keys + stage)  # S = Q K^T
+                if tile.realigned:
+                    scores_shifted(tile, s, q, unshifted + stage, shifts)
+                else:
+                    scores(tile, s, q, keys + stage)  # S = Q K^T
                 if keys_left < tile.BN:
                     mask_tail(s, keys_left, at.lane)
                 online_softmax_step(s, m_i, l_i, acc, alpha, steepness)  # P = exp(S - m)
-                accumulate_values(tile, acc, s, p, values + stage)  # O += P V
-            if tile.realigned and (j + 1) * block < n_keys:
-                realign_keys_values(tile, ring + ahead, raw + (j + 1 & 1) * tile.raw_bytes, head.k, n_keys, at.tid)
+                if tile.realigned:
+                    accumulate_shifted(tile, acc, s, p, unshifted + tile.values_offset + stage, shifts)
+                else:
+                    accumulate_values(tile, acc, s, p, values + stage)  # O += P V
             stage, ahead = next_stage(tile, stage), next_stage(tile, ahead)
 
         finish_row_sums(l_i)

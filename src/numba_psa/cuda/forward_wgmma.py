@@ -38,7 +38,7 @@ from numba_psa.cuda.fragments import (
 )
 from numba_psa.cuda.heads import heads_of
 from numba_psa.cuda.merge import merge_key_warps
-from numba_psa.cuda.realign import realign_swizzled, start_copy
+from numba_psa.cuda.realign import copy_queries, load_query_shifted, realign_block, start_copy
 from numba_psa.cuda.staging import (
     keys_descriptor,
     next_stage,
@@ -69,13 +69,17 @@ def make_forward_wgmma(config):
     Q, P, S, ACC, ROWS, P_TAIL, S_TAIL = config.fragment_shapes
     KEY_PAD, VALUE_PAD, TILE_BYTES, BF16 = config.key_pad, config.value_pad, config.tile_bytes, int(config.bf16)
     LEAD = config.stages - 2 + config.realigned  # blocks on their way when a turn begins
-    BN, TAIL, GROUPS = config.BN, config.tail, config.key_groups
+    BN, TAIL, GROUPS, SPARE = config.BN, config.tail, config.key_groups, config.realign_shape
 
     @step
-    def attend(q, s, p, p_before, m_i, l_i, acc, alpha, keys, values_before, scale, shared, lane, valid, BLOCK):
-        """p = exp(q k^T - m_i) of this block of BLOCK keys while acc += p_before v_before, of BN keys, runs."""
-        wgmma_scores(s, q, keys, BLOCK, KEY_PAD, BF16)  # S = Q K^T, in flight
-        wgmma_values(acc, p_before, values_before, VALUE_PAD, BN, TILE_BYTES, BF16)  # O += P V of block j-1
+    def start_products(s, q, keys, acc, p_before, values_before, BLOCK):
+        """S = q k^T of a block of BLOCK keys and acc += p_before v_before of the BN keys before, both in flight."""
+        wgmma_scores(s, q, keys, BLOCK, KEY_PAD, BF16)
+        wgmma_values(acc, p_before, values_before, VALUE_PAD, BN, TILE_BYTES, BF16)
+
+    @step
+    def attend(s, p, m_i, l_i, acc, alpha, scale, shared, lane, valid, BLOCK):
+        """p = exp(S - m_i), while the product of the block before runs; then acc is brought to m_i."""
         wgmma_wait(1, s, BLOCK)
         if valid < BLOCK:
             mask_tail(s, valid, lane)
@@ -96,16 +100,19 @@ def make_forward_wgmma(config):
         steepness = abs(scale)
 
         q, p = cuda.local.array(Q, uint32), cuda.local.array(P, uint32)
-        s, acc = cuda.local.array(S, float32), cuda.local.array(ACC, float32)
+        s, acc, words = cuda.local.array(S, float32), cuda.local.array(ACC, float32), cuda.local.array(SPARE, uint32)
         m_i, l_i, alpha = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         start(m_i, l_i, acc, steepness)
 
         ring = shared + tile.group_bytes * at.key_warp  # this key group's own stages
         raw = ring + tile.raw_offset
         queries = block_address(shared + tile.query_offset + 2 * first_row, tile.query_stride, at.lane, False)
-        keys, values = keys_descriptor(ring, tile.tile_bytes), values_descriptor(ring + tile.values_offset)
+        values = ring + tile.values_offset
         stager = at.tid - tile.stagers * at.key_warp
-        stage_query(tile, shared + tile.query_offset, head.q, n_queries, first_query, at.tid)
+        if tile.realigned:
+            copy_queries(tile, shared + tile.query_offset, head.q, n_queries, first_query, at.tid)
+        else:
+            stage_query(tile, shared + tile.query_offset, head.q, n_queries, first_query, at.tid)
         for j in range(LEAD):
             target, aside, first = ring + j * tile.stage_bytes, raw + j * tile.raw_bytes, (j * GROUPS + at.key_warp) * BN
             start_copy(tile, stage_swizzled, target, aside, head, n_keys, first, stager)
@@ -114,8 +121,10 @@ def make_forward_wgmma(config):
         wait_for_copies(LEAD - 1)
         barrier()
         if tile.realigned:
-            realign_swizzled(tile, ring, raw, head.k, n_keys, stager)
-        load_query(tile, q, queries, scale)
+            realign_block(tile, words, ring, raw, head.k, n_keys, stager)
+            load_query_shifted(tile, q, shared + tile.query_offset, head.q, n_queries, first_row, at.lane, scale)
+        else:
+            load_query(tile, q, queries, scale)
         if GROUPS > 1:
             barrier()  # group 0 may write over the queries from here on
 
@@ -126,19 +135,19 @@ def make_forward_wgmma(config):
             aside, first = raw + (j & 1) * tile.raw_bytes, ((j + LEAD) * GROUPS + at.key_warp) * BN
             start_copy(tile, stage_swizzled, ring + ahead, aside, head, n_keys, first, stager)
             valid = BN if GROUPS == 1 else n_keys - (j * GROUPS + at.key_warp) * BN
-            k = keys + (stage >> 4)
-            attend(q, s, p, p, m_i, l_i, acc, alpha, k, before, steepness, shared, at.lane, valid, BN)
+            start_products(s, q, keys_descriptor(ring + stage, tile.tile_bytes), acc, p, before, BN)
             if tile.realigned and ((j + 1) * GROUPS + at.key_warp) * BN < n_keys:
-                realign_swizzled(tile, ring + ahead, raw + (j + 1 & 1) * tile.raw_bytes, head.k, n_keys, stager)
-            before = values + (stage >> 4)
+                realign_block(tile, words, ring + ahead, raw + (j + 1 & 1) * tile.raw_bytes, head.k, n_keys, stager)
+            attend(s, p, m_i, l_i, acc, alpha, steepness, shared, at.lane, valid, BN)
+            before = values_descriptor(values + stage)
             stage, ahead = next_stage(tile, stage), next_stage(tile, ahead)
 
         if TAIL > 0:  # the last n_keys % BN keys, by the same step on narrower fragments
             p_tail, s_tail = cuda.local.array(P_TAIL, uint32), cuda.local.array(S_TAIL, float32)
             wait_for_stage(tile, at.key_warp)
-            k, left = keys + (stage >> 4), n_keys - n_blocks * BN
-            attend(q, s_tail, p_tail, p, m_i, l_i, acc, alpha, k, before, steepness, shared, at.lane, left, TAIL)
-            wgmma_values(acc, p_tail, values + (stage >> 4), VALUE_PAD, TAIL, TILE_BYTES, BF16)
+            start_products(s_tail, q, keys_descriptor(ring + stage, tile.tile_bytes), acc, p, before, TAIL)
+            attend(s_tail, p_tail, m_i, l_i, acc, alpha, steepness, shared, at.lane, n_keys - n_blocks * BN, TAIL)
+            wgmma_values(acc, p_tail, values_descriptor(values + stage), VALUE_PAD, TAIL, TILE_BYTES, BF16)
         else:
             wgmma_values(acc, p, before, VALUE_PAD, BN, TILE_BYTES, BF16)
         wgmma_wait(0, acc, VALUE_PAD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from numba_psa._numba_cuda import MAX_GRID_Y, SIMULATED, cuda, require_device
@@ -85,6 +85,19 @@ class Kernel:
             (status,) = launch(self._function, *grid, *self._block, self._shared, stream, parameters, 0)
         if status:
             checked((status,), "cuLaunchKernel")
+
+    def bound(self, grid: tuple[int, int, int]) -> Callable[[int, tuple], None]:
+        """`launch(stream, arguments)` on one grid, with least host work."""
+        if SIMULATED or self._overlaps:
+            return lambda stream, arguments: self(grid, stream, *arguments)
+        call = partial(self._driver.cuLaunchKernel, self._function, *grid, *self._block, self._shared)
+        types = self._types
+
+        def launch(stream: int, arguments: tuple) -> None:
+            if call(stream, (arguments, types), 0)[0]:
+                self(grid, stream, *arguments)  # again, from where a thread's first use and errors are seen to
+
+        return launch
 
     def _early(self, grid: tuple[int, int, int], stream: int) -> Any:
         """A launch that may begin before the kernels before it have ended: it waits for them itself."""

@@ -9,6 +9,7 @@ from numba_psa.cuda.device import (
     barrier,
     ex2,
     float_bits,
+    funnel_shift,
     ld_shared_f32,
     ld_shared_v4_f32,
     maximum,
@@ -77,6 +78,13 @@ def store_four(tile, target, o0, o1, o2, o3, valid):
             st_global_u32(target, low)
             if valid > 2:
                 st_global_u32(target + 4, high)
+        elif valid > 3 and target & 2 == 0:
+            st_global_u32(target, low)
+            st_global_u32(target + 4, high)
+        elif valid > 3:
+            st_global_u16(target, low)
+            st_global_u32(target + 2, funnel_shift(low, high, 16))
+            st_global_u16(target + 6, high >> 16)
         else:
             st_global_u16(target, low)
             if valid > 1:

@@ -72,7 +72,7 @@ class AttentionPlan:
         )
         self._launchers: dict[int, Launcher] = {}
         self._known: set[tuple] = set()
-        self._row = shape.n * self.dtype.itemsize
+        self._part = shape.key_dim * shape.n * self.dtype.itemsize  # bytes from q to k and from k to v
         self._problem.check_widths()
         self._aligned = self._launcher(16) if shape.bh and shape.n else None
 
@@ -82,7 +82,8 @@ class AttentionPlan:
         return self._launcher(16).choice
 
     def __call__(self, qkv: Any, out: Any, stream: Any = None) -> None:
-        source, target = self._address(qkv, "qkv"), self._address(out, "out")
+        source = qkv if type(qkv) is int else self._address(qkv, "qkv")
+        target = out if type(out) is int else self._address(out, "out")
         if type(stream) is not int:
             stream = stream_handle(stream) if type(qkv) is int else stream_handle(stream, kind_of(qkv), qkv)
         self.launch(source, target, 0, stream)
@@ -91,7 +92,7 @@ class AttentionPlan:
         """The same for addresses, and for the one that l is stored to if the plan saves it."""
         if self._aligned is None:  # no element
             return
-        part = self.shape.key_dim * self._row
+        part = self._part
         launcher = self._aligned if (qkv | out) & 15 == 0 else self._launcher(gcd(16, qkv, out))
         launcher(stream, qkv, qkv + part, qkv + 2 * part, out, l, self._scale)
 
@@ -103,14 +104,11 @@ class AttentionPlan:
         return self._launchers[alignment]
 
     def _address(self, array: Any, name: str) -> int:
-        if type(array) is int:
-            return array
-        if not hasattr(array, "shape"):
-            raise DTypeError(f"{name} must be a CUDA array or its address, got {type(array).__name__}")
+        """Where a device array begins; what has passed the check once passes at the price of a look-up."""
         if hasattr(array, "data_ptr"):  # torch
-            key = (name, array.shape, array.dtype, array.is_contiguous())
+            key = (name, array.shape, array.dtype, array.is_cuda and array.is_contiguous())
             pointer = array.data_ptr()
-        elif SIMULATED:
+        elif SIMULATED and hasattr(array, "shape"):
             key = (name, array.shape, array.dtype, True)
             pointer = getattr(array, "_ary", array).ctypes.data
         else:
@@ -125,6 +123,8 @@ class AttentionPlan:
         return pointer
 
     def _check(self, name: str, array: Any, contiguous: bool) -> None:
+        if hasattr(array, "is_cuda") and not array.is_cuda:
+            raise DTypeError(f"{name} must be a CUDA array or its address, got a torch tensor on {array.device}")
         expected, axes = (self.shape.qkv, QKV_AXES) if name == "qkv" else (self.shape.out, OUT_AXES)
         check_shape(name, tuple(array.shape), expected, axes)
         if dtype_of(array) != self.dtype:
@@ -159,11 +159,11 @@ class Launcher:
         )
         slab = (q, k, v) if problem.tokens_first else (q + k + v,) * 3
         self._strides = *(item * x for x in slab), item * problem.n_queries * problem.value_dim, 4 * problem.n_queries
-        self._grid = (self._blocks, problem.heads, 1)
+        self._launch = self._kernel.bound((self._blocks, problem.heads, 1)) if len(self._runs) == 1 else None
 
     def __call__(self, stream: int, q: int, k: int, v: int, out: int, l: int, scale: float) -> None:
-        if len(self._runs) == 1:
-            self._kernel(self._grid, stream, q, k, v, out, l, self._n_queries, self._n_keys, scale)
+        if self._launch:
+            self._launch(stream, (q, k, v, out, l, self._n_queries, self._n_keys, scale))
             return
         for first, count in self._runs:
             at = (address + first * stride for address, stride in zip((q, k, v, out, l), self._strides, strict=True))

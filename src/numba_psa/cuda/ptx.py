@@ -200,6 +200,8 @@ pack_bf16x2 = ptx_op(
     doc="(low, high): two values rounded to bfloat16 in one register",
 )
 
+join_u16 = ptx_op("join_u16", "mov.b32 $0, {$1, $2};", (u32,), (u16, u16), effect=False, doc="(low, high): one word")
+
 maximum = ptx_op(
     "maximum",
     "max.f32 $0, $1, $2;",

@@ -173,6 +173,10 @@ def funnel_shift(low, high, n):
     return np.uint32((int(high) << 32 | int(low)) >> int(n) & 0xFFFFFFFF)
 
 
+def join_u16(low, high):
+    return np.uint32(int(low) | int(high) << 16)
+
+
 def bits_float(x):
     return np.uint32(x).view(np.float32)
 

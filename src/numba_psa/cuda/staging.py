@@ -16,6 +16,7 @@ from numba_psa.cuda.device import (
     cp_async_wait_0,
     cp_async_wait_1,
     cp_async_wait_2,
+    join_u16,
     ld_global_8x16,
     ld_global_u16,
     ld_shared_u16,
@@ -274,6 +275,28 @@ def write_rows(tile, out, row_bytes, shared, rows, valid_rows, columns, valid_co
 
 
 @step
+def write_odd_rows(tile, out, row_bytes, shared, rows, columns, valid_columns, tid):
+    """write_rows for 16-bit rows that begin at any even address: whole words but at their ends."""
+    lanes = columns // 2
+    rows_a_pass = tile.threads // lanes
+    first, lane = tid // lanes, tid % lanes
+    for i in range((rows + rows_a_pass - 1) // rows_a_pass):
+        row = first + i * rows_a_pass
+        if row < rows:
+            target, source = out + row * row_bytes, shared + row * tile.output_stride
+            odd = target >> 1 & 1
+            column = 2 * lane - odd
+            if column < 0:  # the first lane of an odd row: its two ends
+                st_global_u16(target, ld_shared_u16(source))
+                column = columns - 1
+            if column + 1 < min(valid_columns, columns):
+                a, b = ld_shared_u16(source + 2 * column), ld_shared_u16(source + 2 * column + 2)
+                st_global_u32(target + 2 * column, join_u16(a, b))
+            elif column < valid_columns:
+                st_global_u16(target + 2 * column, ld_shared_u16(source + 2 * column))
+
+
+@step
 def write_output(tile, acc, l_i, out, n_queries, first, shared, first_row, tid):
     """out = acc / l_i, by way of shared memory (free by now) so that whole rows are stored."""
     normalise_to_shared(tile, acc, l_i, shared, first_row, tid & 31)
@@ -283,6 +306,9 @@ def write_output(tile, acc, l_i, out, n_queries, first, shared, first_row, tid):
         write_rows(
             tile, out + first * row_bytes, row_bytes, shared, tile.BM, n_queries - first, tile.value_pad, tile.value_dim, tid
         )
+    elif tile.realigned:
+        target, row_bytes = out + tile.item * first, tile.item * n_queries
+        write_odd_rows(tile, target, row_bytes, shared, tile.value_dim, tile.BM, n_queries - first, tid)
     else:
         write_rows(
             tile,

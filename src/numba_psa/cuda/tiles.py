@@ -63,6 +63,7 @@ class Tile(NamedTuple):
     sums_offset: int
     raw_offset: int
     raw_stride: int
+    raw_gap: int
     raw_bytes: int
     tile_bytes: int  # wgmma: 64 keys and their values
     query_offset: int
@@ -128,6 +129,8 @@ class TileConfig:
         return self.arch >= 90
 
     block_keys = 0
+    raw_gap = 0
+    """Rows between those of the keys and those of the values."""
 
     @property
     def raw_stride(self) -> int:
@@ -200,8 +203,8 @@ class MmaTileConfig(TileConfig):
         return self.step_keys
 
     @property
-    def raw_offset(self) -> int:
-        return self.keys_offset + self.stages * self.stage_bytes
+    def raw_gap(self) -> int:
+        return self.key_pad - self.key_dim
 
     def _stride(self, tokens: int, channels: int) -> int:
         return 2 * ((channels if self.tokens_first else tokens) + 8)
@@ -251,7 +254,7 @@ class MmaTileConfig(TileConfig):
 
     @cached_property
     def shared_bytes(self) -> int:
-        staging = self.raw_offset + 2 * self.raw_bytes
+        staging = self.keys_offset + self.stages * self.stage_bytes
         output = self._bytes(self.BM, self.value_pad)
         merge = self.sums_offset + 4 * self.key_warps * self.BM
         return max(staging, output if self.key_warps == 1 else merge)
@@ -268,7 +271,6 @@ class MmaTileConfig(TileConfig):
             (self.BN % 16 == 0 and self.BN > 0, "BN must be a multiple of 16: values are consumed 16 keys at a time"),
             (2 <= self.stages <= 4, "stages must be 2, 3 or 4: one is read while the others fill"),
             (self.threads >= self.step_keys // 8, f"{self.threads} threads are fewer than a row has chunks"),
-            (not self.realigned or self.stages == 2, "realigned blocks need exactly 2 stages"),
             (0 < self.threads <= 1024, f"{self.threads} threads are not within the 1024 of a block"),
             (registers <= 190, f"{registers} fragment registers would spill (limit 190)"),
             (self.key_warps == 1 or not self.tokens_first, "keys can be split over warps only with channels first"),

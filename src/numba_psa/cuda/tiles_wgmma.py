@@ -110,6 +110,11 @@ class WarpgroupTileConfig(TileConfig):
             (1, max(self.tail // 8, 1), 4),
         )
 
+    @property
+    def realign_shape(self) -> tuple[int, int]:
+        """Words that a thread holds while it moves a block of keys to its place."""
+        return (6 if self.warpgroups == 1 else 2, 3) if self.realigned else (1, 3)
+
     @cached_property
     def shared_bytes(self) -> int:
         output = self.value_pad * self.query_stride
