@@ -19,7 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from numba_psa.cuda import convolution
+from numba_psa.cuda.backward import BACKWARD_SIGNATURE
+from numba_psa.cuda.backward_sums import SUMS_SIGNATURE, make_backward_sums
 from numba_psa.cuda.choice import Choice, Problem, choose
+from numba_psa.cuda.choice_backward import choose_backward
 from numba_psa.cuda.compiling import ARCHITECTURES, ptx_of, target
 from numba_psa.cuda.convolution import make_convolution, make_depthwise
 from numba_psa.cuda.convolution_tiles import DepthwiseConfig, choose_convolution
@@ -32,6 +35,15 @@ from numba_psa.cuda.layout import (
     make_psa_merge_attn_nchw,
     make_psa_pack_qkv,
 )
+from numba_psa.cuda.layout_backward import (
+    ADD_SIGNATURE,
+    GradientLayoutConfig,
+    make_add,
+    make_psa_extract_v_backward,
+    make_psa_merge_attn_backward,
+    make_psa_pack_qkv_backward,
+)
+from numba_psa.cuda.tiles_backward import DKV, DQ, SumsConfig
 from numba_psa.numerics import float_dtype
 
 
@@ -134,6 +146,23 @@ def convolutions(arch: int, everything: bool) -> dict[tuple, None]:
     return found
 
 
+def backward_kernels(arch: int, everything: bool) -> Iterator[tuple]:
+    """(make, config, signature) of every kernel of the gradients, once."""
+    choices: dict[Choice, None] = {}
+    for problem in problems(everything):
+        for passes in (DQ, DKV, DQ | DKV) if problem.tokens_first else (DQ | DKV,):
+            choices[choose_backward(problem, passes, arch, 132)] = None
+    for choice in choices:
+        yield choice.make, choice.config, BACKWARD_SIGNATURE
+    for item, copy in ((2, 16), (2, 2), (4, 16)):
+        yield make_backward_sums, SumsConfig(32, 64, item, copy=copy), SUMS_SIGNATURE
+        layout = GradientLayoutConfig(32, item, copy, copy, adds=True)
+        yield make_psa_pack_qkv_backward, layout, PACK_SIGNATURE
+        yield make_psa_merge_attn_backward, layout, MERGE_SIGNATURE
+        yield make_psa_extract_v_backward, layout, PACK_SIGNATURE
+        yield make_add, layout, ADD_SIGNATURE
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", default=",".join(map(str, ARCHITECTURES)))
@@ -144,7 +173,7 @@ def main() -> None:
         sys.exit("ptxas is not there: pip install 'numba-psa[cu13]'")
     failures = count = 0
     for arch in map(int, options.arch.split(",")):
-        for make, config, signature in kernels(arch, options.all):
+        for make, config, signature in (*kernels(arch, options.all), *backward_kernels(arch, options.all)):
             report = assess(ptxas, make, config, signature, arch)
             count, failures = count + 1, failures + bool(report.problem)
             print(f"{target(arch):7s} {report.registers:3d} registers  {report.problem or 'ok'}  {report.name}", flush=True)

@@ -178,7 +178,7 @@ def make_backward(config):
             accumulate_values(wide, acc, dp, p, summed + stage)  # dQ += dS K, or dK += dS^T Q
             stage, ahead = next_stage(tile, stage), next_stage(tile, ahead)
 
-        again_if_not_finite(tile, of_keys, head, acc, acc_wide, row, factor, at.lane)
+        again_if_not_finite(tile, of_keys, True, of_keys, head, acc, acc_wide, row, factor, at.lane)
         wait_for_copies(0)
         barrier()  # the last tile is read: shared memory is free
         multiply(acc, unscaled(tile, head.softmax_scale, head.exponent))

@@ -215,20 +215,25 @@ def dot(tile, a, a_token, a_tokens, b, b_token, b_tokens, channels, lane):
 
 
 @step
-def again_if_not_finite(tile, of_keys, head, acc, acc_wide, row, factor, lane):
-    """If a gradient of the warp came out infinite or NaN, do its rows once more in plain float32.
+def again_if_not_finite(tile, of_keys, narrow, wide, head, acc, acc_wide, row, factor, lane):
+    """If a gradient of the warp came out infinite or NaN, do its rows once more in float32: acc if narrow, and acc_wide.
 
     Then either the inputs are so, or weights of 0 met infinities that masks are made of, which a query without any key must
     not see, or a split infinity became NaN, or dS outgrew float16. Rare, so slow and short.
     """
-    largest = max(largest_bits(acc, row, head.n_rows), largest_bits(acc_wide, row, head.n_rows) if of_keys else 0)
+    largest = 0
+    if narrow:
+        largest = largest_bits(acc, row, head.n_rows)
+    if wide:
+        largest = max(largest, largest_bits(acc_wide, row, head.n_rows))
     if vote_any(largest >= INFINITY):
         n_queries = head.n_columns if of_keys else head.n_rows
         never = int32(head.n_columns) >> 31  # 0; not to the compiler, which would unroll these loops into every register
         key_dim, value_dim = tile.key_dim + never, tile.value_dim + never
         padded = (n_queries + SUMS_PAD - 1) // SUMS_PAD * SUMS_PAD
-        fill(acc, ZERO)
-        if of_keys:
+        if narrow:
+            fill(acc, ZERO)
+        if wide:
             fill(acc_wide, ZERO)
         for column in range(head.n_columns):
             for r in range(2):
@@ -241,8 +246,9 @@ def again_if_not_finite(tile, of_keys, head, acc, acc_wide, row, factor, lane):
                 if float_bits(l) != INFINITY:
                     p = weight(tile, s, l, abs(head.scale))
                     ds = p * (dp * factor - delta * factor)
-                    accumulate_column(tile, acc, r, ds, head.columns, column, tile.key_dim, head.n_columns, lane)
-                    if of_keys:
+                    if narrow:
+                        accumulate_column(tile, acc, r, ds, head.columns, column, tile.key_dim, head.n_columns, lane)
+                    if wide:
                         accumulate_column(
                             tile, acc_wide, r, p, head.columns_wide, column, tile.value_dim, head.n_columns, lane
                         )

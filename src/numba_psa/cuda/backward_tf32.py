@@ -28,7 +28,13 @@ from numba_psa.cuda.backward_steps import (
 )
 from numba_psa.cuda.device import barrier, shared_address, step
 from numba_psa.cuda.fragments import ONE, ZERO, fill
-from numba_psa.cuda.fragments_tf32 import accumulate_values_tf32, scores_tf32, split_probabilities, write_floats
+from numba_psa.cuda.fragments_tf32 import (
+    accumulate_values_tf32,
+    scores_tf32,
+    split_probabilities,
+    wide_scores_tf32,
+    write_floats,
+)
 from numba_psa.cuda.heads_backward import pass_of
 from numba_psa.cuda.staging import next_stage, place, wait_for_copies
 from numba_psa.cuda.tiles_backward import DKV, DQ
@@ -44,6 +50,7 @@ class Registers(NamedTuple):
     p_high: Any
     p_low: Any
     s: Any
+    spare: Any
     dp: Any
     acc: Any
     acc_wide: Any
@@ -58,15 +65,24 @@ class Registers(NamedTuple):
     kept: Any
 
 
+@step
+def scores_of_rows_tf32(tile, s, part, a_high, a_low, rows, b_high, b_low, columns, scale):
+    """s = rows columns^T; both are this lane's addresses. Of wide heads, 32 channels are summed apart."""
+    if tile.key_pad > 64:
+        wide_scores_tf32(tile, s, part, a_high, a_low, rows, b_high, b_low, columns, scale)
+    else:
+        scores_tf32(tile, s, a_high, a_low, rows, b_high, b_low, columns, scale)
+
+
 def make_backward_tf32(config):
     """The kernel for one Tf32BackwardConfig. It closes over integers only, so that its compiled form can be cached."""
     tile, wide = config.constants(), config.widths_swapped()
-    A, B, P, S, ACC, ACC_WIDE, PART, OPERAND, PART_WIDE, OPERAND_WIDE, ROWS = config.fragment_shapes
-    LEAD, PASSES = config.stages - 1, config.passes
+    A, B, P, S, ACC, ACC_WIDE, PART, OPERAND, PART_WIDE, OPERAND_WIDE, PART_S, ROWS = config.fragment_shapes
+    LEAD, PASSES, APART = config.stages - 1, config.passes, config.apart
 
     @step
-    def run_pass(of_keys, head, shared, at, have):
-        """The rows of one block."""
+    def run_pass(of_keys, narrow, wide_too, head, shared, at, have):
+        """The rows of one block: their gradient key_dim wide if narrow, and the one value_dim wide."""
         first = cuda.blockIdx.x * tile.BM
         row_in_block, steepness = 16 * at.query_warp + (at.lane >> 2), abs(head.scale)
         row, column, group = first + row_in_block, at.lane & 3, at.lane >> 2
@@ -100,35 +116,40 @@ def make_backward_tf32(config):
             wait_for_copies(LEAD - 1)
             barrier()
             start_columns(tile, of_keys, ring + ahead, head, (j + LEAD) * tile.BN, at.tid)
-            scores_tf32(tile, s, a_high, a_low, rows, b_high, b_low, columns + stage, head.scale)  # S, or its transpose
+            scores_of_rows_tf32(
+                tile, s, have.spare, a_high, a_low, rows, b_high, b_low, columns + stage, head.scale
+            )  # S, or its transpose
             sums = columns_address(WITHIN_32, ring + stage + tile.sums_offset, at.lane)
             if of_keys:
                 weights_by_columns(tile, WITHIN_32, s, sums, steepness)  # P = exp(S - l)
-                split_probabilities(tile.exact, p_high, p_low, s)
-                operands = have.operand_wide_high, have.operand_wide_low
-                accumulate_values_tf32(tile, acc_wide, have.part_wide, p_high, p_low, *operands, summed_wide + stage)
             else:
                 weights_by_rows(tile, s, have.l, steepness)
                 left = head.n_columns - j * tile.BN
                 if left < tile.BN:
                     clear_tail(WITHIN_32, s, left, at.lane)
-            scores_tf32(wide, dp, a_high, a_low, rows_wide, b_high, b_low, columns_wide + stage, ONE)  # dP, or its transpose
-            if of_keys:
-                score_gradients_by_columns(tile, WITHIN_32, dp, s, sums + 4 * tile.BN, ONE)
-            else:
-                score_gradients_by_rows(tile, dp, s, have.delta, ONE)
-            split_probabilities(tile.exact, p_high, p_low, dp)
-            operands = have.operand_high, have.operand_low
-            accumulate_values_tf32(
-                wide, acc, have.part, p_high, p_low, *operands, summed + stage
-            )  # dQ += dS K, dK += dS^T Q
+            if wide_too:
+                split_probabilities(tile.exact, p_high, p_low, s)
+                operands = have.operand_wide_high, have.operand_wide_low
+                accumulate_values_tf32(tile, acc_wide, have.part_wide, p_high, p_low, *operands, summed_wide + stage)  # dV
+            if narrow:
+                scores_of_rows_tf32(
+                    wide, dp, have.spare, a_high, a_low, rows_wide, b_high, b_low, columns_wide + stage, ONE
+                )  # dP, likewise
+                if of_keys:
+                    score_gradients_by_columns(tile, WITHIN_32, dp, s, sums + 4 * tile.BN, ONE)
+                else:
+                    score_gradients_by_rows(tile, dp, s, have.delta, ONE)
+                split_probabilities(tile.exact, p_high, p_low, dp)
+                operands = have.operand_high, have.operand_low
+                accumulate_values_tf32(wide, acc, have.part, p_high, p_low, *operands, summed + stage)  # dQ, or dK
             stage, ahead = next_stage(tile, stage), next_stage(tile, ahead)
 
-        again_if_not_finite(tile, of_keys, head, acc, acc_wide, row, ONE, at.lane)
+        again_if_not_finite(tile, of_keys, narrow, wide_too, head, acc, acc_wide, row, ONE, at.lane)
         wait_for_copies(0)
-        multiply(acc, head.softmax_scale)
-        write_floats(wide, acc, have.kept, head.d_rows, head.n_rows, row, at.lane)
-        if of_keys:
+        if narrow:
+            multiply(acc, head.softmax_scale)
+            write_floats(wide, acc, have.kept, head.d_rows, head.n_rows, row, at.lane)
+        if wide_too:
             write_floats(tile, acc_wide, have.kept, head.d_wide, head.n_rows, row, at.lane)
 
     def attention_backward_tf32_kernel(q, k, v, do, dq, dk, dv, sums, norms, n_queries, n_keys, softmax_scale, scale):
@@ -138,7 +159,7 @@ def make_backward_tf32(config):
         a_high, a_low = cuda.local.array(A, uint32), cuda.local.array(A, uint32)
         b_high, b_low = cuda.local.array(B, uint32), cuda.local.array(B, uint32)
         p_high, p_low = cuda.local.array(P, uint32), cuda.local.array(P, uint32)
-        s, dp = cuda.local.array(S, float32), cuda.local.array(S, float32)
+        s, dp, spare = cuda.local.array(S, float32), cuda.local.array(S, float32), cuda.local.array(PART_S, float32)
         acc, acc_wide = cuda.local.array(ACC, float32), cuda.local.array(ACC_WIDE, float32)
         part, part_wide = cuda.local.array(PART, float32), cuda.local.array(PART_WIDE, float32)
         operand_high, operand_low = cuda.local.array(OPERAND, uint32), cuda.local.array(OPERAND, uint32)
@@ -152,6 +173,7 @@ def make_backward_tf32(config):
             p_high,
             p_low,
             s,
+            spare,
             dp,
             acc,
             acc_wide,
@@ -168,8 +190,14 @@ def make_backward_tf32(config):
         bh, first = cuda.blockIdx.y, cuda.blockIdx.x * tile.BM
         arrays, scalars = (q, k, v, do, dq, dk, dv, sums), (n_queries, n_keys, softmax_scale, scale, 0)
         if PASSES & DKV and cuda.blockIdx.z == 0 and first < n_keys:
-            run_pass(True, pass_of(tile, True, bh, *arrays, *scalars), shared, at, have)
+            head = pass_of(tile, True, bh, *arrays, *scalars)
+            if APART:
+                run_pass(True, False, True, head, shared, at, have)
+                barrier()  # the last block is read: shared memory is free
+                run_pass(True, True, False, head, shared, at, have)
+            else:
+                run_pass(True, True, True, head, shared, at, have)
         if PASSES & DQ and cuda.blockIdx.z == PASSES // 2 and first < n_queries:
-            run_pass(False, pass_of(tile, False, bh, *arrays, *scalars), shared, at, have)
+            run_pass(False, True, False, pass_of(tile, False, bh, *arrays, *scalars), shared, at, have)
 
     return attention_backward_tf32_kernel

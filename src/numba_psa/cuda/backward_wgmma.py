@@ -151,7 +151,7 @@ def make_backward_wgmma(config):
             stage, ahead = next_stage(tile, stage), next_stage(tile, ahead)
         wgmma_wait_two(0, acc, KEY_PAD, acc_wide, VALUE_PAD)
 
-        again_if_not_finite(tile, of_keys, head, acc, acc_wide, row, factor, at.lane)
+        again_if_not_finite(tile, of_keys, True, of_keys, head, acc, acc_wide, row, factor, at.lane)
         wait_for_copies(0)
         barrier()  # the last tile is read: shared memory is free
         multiply(acc, unscaled(tile, head.softmax_scale, head.exponent))

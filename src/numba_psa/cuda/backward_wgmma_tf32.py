@@ -195,7 +195,7 @@ def make_backward_wgmma_tf32(config):
             add_part(acc, have.part)  # dQ += dS K, or dK += dS^T Q
             stage, next_, ahead = next_stage(tile, stage), next_stage(tile, next_), next_stage(tile, ahead)
 
-        again_if_not_finite(tile, of_keys, head, acc, acc_wide, row, ONE, at.lane)
+        again_if_not_finite(tile, of_keys, True, of_keys, head, acc, acc_wide, row, ONE, at.lane)
         wait_for_copies(0)
         multiply(acc, head.softmax_scale)
         write_floats(wide, acc, have.kept, head.d_rows, head.n_rows, row, at.lane)

@@ -47,6 +47,7 @@ def candidates(problem: Problem, arch: int, multiprocessors: int) -> Iterator[Ca
             yield make_backward_wgmma_tf32, Tf32WarpgroupBackwardConfig, {"row_warps": 8}
         yield make_backward_tf32, Tf32BackwardConfig, {"row_warps": 4}
         yield make_backward_tf32, Tf32BackwardConfig, {"row_warps": 2}
+        yield make_backward_tf32, Tf32BackwardConfig, {"row_warps": 1}
         return
     if arch == 90 and problem.heads * -(-problem.n_queries // 64) > 32:
         yield make_backward_wgmma, WarpgroupBackwardConfig, {"step": 32, "blocks_per_sm": 3}

@@ -219,14 +219,19 @@ class Tf32BackwardConfig(BackwardTileConfig):
     def shared_bytes(self) -> int:
         return self.keys_offset + self.stages * self.stage_bytes
 
+    @property
+    def apart(self) -> bool:
+        """Whether a block computes dv first and then dk: registers cannot hold both of wide heads."""
+        return self.key_pad + self.value_pad > 160
+
     def together(self, pad: int) -> int:
         """Column tiles of a gradient in flight at once, as in the forward."""
-        most = 4 if self.key_pad + self.value_pad <= 112 else 1
+        most = 2 if self.key_pad + self.value_pad <= 160 else 1
         return max(i for i in range(1, most + 1) if pad // 8 % i == 0)
 
     @property
     def fragment_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """One lane's a, c, p, s, the two gradients, and for each a block's part and its operand; rows."""
+        """One lane's a, b, p, s, the two gradients, for each a block's part and its operand, a part of s, rows."""
         narrow, wide = self.together(self.key_pad), self.together(self.value_pad)
         return (
             (1, 4),
@@ -239,6 +244,7 @@ class Tf32BackwardConfig(BackwardTileConfig):
             (narrow, 2, 4),
             (wide, 4),
             (wide, 2, 4),
+            (4, 4),
             (1, 2),
         )
 
