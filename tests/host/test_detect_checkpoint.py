@@ -310,6 +310,47 @@ def test_a_swollen_file_is_refused(tmp_path):
     assert "100000 modules" in refused(save(doubled, tmp_path / "pair.pt"))
 
 
+ODD = {
+    "eps": np.zeros(3),
+    "_modules": np.zeros(3),
+    "_parameters": [1],
+    "_buffers": {"x": 3},
+    "_non_persistent_buffers_set": 5,
+    "stride": np.array([np.inf]),
+    "names": [["x"] * 9],
+    "args": np.zeros(2),
+}
+
+
+NOT_LOOKED_AT = {"": {"eps", "_non_persistent_buffers_set", "args", "names"}, "model.9.cv1.bn": {"stride", "names", "args"}}
+"""Where there are no buffers, no batch norm, not the model itself; and what is left out of the metadata if it is odd."""
+
+
+@pytest.mark.parametrize("place", NOT_LOOKED_AT)
+@pytest.mark.parametrize("attribute", ODD)
+def test_models_that_are_none_are_refused_or_read(tmp_path, place, attribute):
+    whole, arrays = model()
+    found = whole
+    for name in filter(None, place.split(".")):
+        found = found._modules[name]
+    value = ODD[attribute]
+    found.__dict__[attribute] = tensor(value) if isinstance(value, np.ndarray) else value
+    path = save({"model": whole}, tmp_path / "best.pt")
+    if attribute in NOT_LOOKED_AT[place]:
+        assert_same(read_checkpoint(path)[0], arrays)
+    else:
+        refused(path)
+
+
+def test_what_nests_without_end_is_not_spelt_out(tmp_path):
+    bomb = "x"
+    for _ in range(60):
+        bomb = (bomb, bomb)
+    whole, _ = model(eps=bomb)
+    assert len(refused(save({"model": whole}, tmp_path / "eps.pt"))) < 1000
+    assert len(refused(save({"x": Tensor(np.zeros(3), bomb, (1,))}, tmp_path / "shape.pt"))) < 1000
+
+
 @pytest.mark.parametrize("content", [b"", b"\0", b"PK\x03\x04rubbish", b"\x80\x02}."], ids=repr)
 def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "best.pt").write_bytes(content)

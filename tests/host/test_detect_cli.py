@@ -228,6 +228,16 @@ def test_pipes_and_links_are_written_through(weights):
     assert not os.path.isfile(os.devnull)
 
 
+def test_a_terminal_sees_how_far_it_is(weights, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # to rich, a terminal
+    names = [picture(f"{number}.png") for number in range(3)]
+    result = run(*names, "none.png", "--weights", weights)
+    assert "4/4" in result.stderr
+    assert "No such file or directory: 'none.png'" in result.stderr
+    assert "4/4" not in result.stdout
+    assert "/" not in run(names[0], "--weights", weights).stderr
+
+
 def test_profile_is_a_table(weights):
     Path("broken.png").write_bytes(b"")
     result = run("broken.png", picture("a.png"), "--weights", weights, "--profile", "--imgsz", 320)

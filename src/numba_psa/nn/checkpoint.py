@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
+from reprlib import repr  # a pickle can nest tuples so that the whole of one is longer than any memory
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,9 @@ def _tensor(storage: Any, first: Any, shape: Any, strides: Any, *_: Any) -> np.n
         or len(shape) != len(strides)
         or not all(type(n) is int and n >= 0 for n in counts)
     ):
-        raise WeightsError(f"a tensor has offset {first!r}, shape {shape!r} and strides {strides!r}, which make no sense")
+        raise WeightsError(
+            f"a tensor has offset {repr(first)}, shape {repr(shape)} and strides {repr(strides)}, which make no sense"
+        )
     size = math.prod(shape)
     last = first + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True)) if size else first
     if size > storage.size or last >= storage.size + (size == 0):
@@ -140,7 +143,7 @@ class _Unpickler(pickle.Unpickler):
             kind = dtype = None
         if kind != "storage" or not isinstance(key, str) or type(count) is not int:
             name = getattr(pid[1], "name", pid[1]) if isinstance(pid, tuple) and len(pid) > 1 else pid
-            raise WeightsError(f"it refers to {name!r}, which is none of {', '.join(_STORAGES)}")
+            raise WeightsError(f"it refers to {repr(name)}, which is none of {', '.join(_STORAGES)}")
         if (key, dtype, count) not in self._storages:
             self._storages[key, dtype, count] = self._storage(key, dtype, count)
         return self._storages[key, dtype, count]
@@ -170,6 +173,8 @@ def read_checkpoint(path: str | PathLike[str]) -> tuple[dict[str, np.ndarray], d
         return state, metadata
     except WeightsError as error:
         raise WeightsError(f"{path}: {error}") from error
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:  # lists for dicts, inf for a stride
+        raise WeightsError(f"{path}: its model is damaged: {type(error).__name__}: {error}") from error
 
 
 def convert(source: str | PathLike[str], target: str | PathLike[str]) -> tuple[int, dict[str, str]]:
@@ -287,7 +292,7 @@ def _check_modules(modules: Mapping[str, _Inert]) -> None:
         name = type(module).name
         eps = module.state.get("eps")
         if name.endswith(".BatchNorm2d") and eps != BATCH_NORM_EPS:
-            raise WeightsError(f"{prefix[:-1]} has eps = {eps!r}, but the networks here have {BATCH_NORM_EPS}")
+            raise WeightsError(f"{prefix[:-1]} has eps = {repr(eps)}, but the networks here have {BATCH_NORM_EPS}")
         if prefix.endswith(".act.") and name.rsplit(".", 1)[-1] not in ("SiLU", "Identity"):
             raise WeightsError(f"{prefix[:-1]} is a {name}, but the networks here have SiLU")
 
@@ -298,7 +303,7 @@ def _metadata(loaded: Mapping[str, Any], model: _Inert, modules: Mapping[str, _I
     if isinstance(names, list | tuple):
         names = dict(enumerate(names))
     if isinstance(names, dict) and all(type(key) is int and isinstance(name, str) for key, name in names.items()):
-        metadata["names"] = repr(names)
+        metadata["names"] = str(names)
     if isinstance(stride, np.ndarray) and stride.size:
         metadata["stride"] = str(int(stride.max()))
     options = options.state if isinstance(options, _Inert) else options

@@ -155,5 +155,6 @@ def annotated(image: Any, boxes: Boxes) -> Any:
         text = f"{label} {score:.2f}"
         x, y = x1, max(y1 - font.size - 2 * line, 0)
         draw.rectangle(draw.textbbox((x + line, y), text, font), outline=colour, fill=colour, width=line)
-        draw.text((x + line, y), text, fill=(0, 0, 0), font=font)
+        dark = np.dot(colour, (0.299, 0.587, 0.114)) < 128
+        draw.text((x + line, y), text, fill=(255, 255, 255) if dark else (0, 0, 0), font=font)
     return result
