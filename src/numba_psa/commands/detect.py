@@ -172,9 +172,9 @@ def _with_progress(found: Iterable[tuple[int, Any]], total: int) -> Iterable[tup
 
 
 def _write_json(file: BinaryIO, weights: Path, request: Any, results: Sequence[Any]) -> None:
-    head = {"weights": str(weights), "imgsz": request.imgsz, "conf": request.conf}
-    content = {**head, "images": [result.as_json() for result in results]}
-    file.write((json.dumps(content, indent=1) + "\n").encode())
+    head = json.dumps({"weights": str(weights), "imgsz": request.imgsz, "conf": request.conf})
+    lines = ",\n".join(json.dumps(result.as_json()) for result in results)  # one for each picture
+    file.write(f'{head[:-1]}, "images": [\n{lines}\n]}}\n'.encode())
 
 
 def _profile(model: Any, images: Sequence[str], imgsz: int) -> None:
