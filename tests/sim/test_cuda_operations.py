@@ -8,6 +8,7 @@ from bad_input import BAD_CALLS
 
 from numba_psa import DTypeError, ParameterError, PSAShape, ShapeError, cuda, oracle
 from numba_psa._numba_cuda import to_device, to_host
+from numba_psa.cuda.dlpack import Lent, lent
 from numba_psa.shapes import AttentionShape
 
 LAYOUT = ("psa_pack_qkv", "psa_extract_v_nchw", "psa_merge_attn_nchw")
@@ -67,6 +68,35 @@ def test_plans_refuse_what_they_are_not_for():
         cuda.plan_psa_attention(qkv.shape, HALF)
     with pytest.raises(ParameterError, match="no multiple of the 2 bytes"):
         plan(qkv.ctypes.data + 1, out.ctypes.data)
+
+
+class OnlyDLPack:
+    """An array of a library that knows DLPack and the array API only, as jax's bfloat16 does."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, *, stream=None):
+        return self._array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+    def __array_namespace__(self):
+        return np
+
+
+def test_dlpack_both_ways():
+    qkv = np.random.default_rng(2).standard_normal((1, 16, 2, 3)).astype(HALF)
+    result = cuda.psa_attention(OnlyDLPack(qkv), 1)
+    np.testing.assert_array_equal(result, cuda.psa_attention(qkv, 1))
+    assert lent() == 1
+    del result
+    assert lent() == 0
+    Lent(qkv.ctypes.data, qkv.shape, HALF, qkv, 0, 0).__dlpack__()
+    assert lent() == 0  # nobody took the capsule over
+    with pytest.raises(ParameterError, match="for reading"):
+        cuda.psa_attention(OnlyDLPack(qkv), 1, out=OnlyDLPack(qkv[:, :8]))
 
 
 def test_strided_arrays_and_targets():

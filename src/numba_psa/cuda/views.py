@@ -26,8 +26,9 @@ from numba_psa._numba_cuda import (
     to_numba_array,
     write_back,
 )
+from numba_psa.cuda.dlpack import DEVICE, DTYPES, DLTensor, Lent
 from numba_psa.errors import DTypeError, ParameterError
-from numba_psa.numerics import BFLOAT16, FLOAT64, check_dtypes, float_dtype
+from numba_psa.numerics import FLOAT64, check_dtypes, float_dtype
 from numba_psa.shapes import check_shape
 
 
@@ -89,6 +90,9 @@ class Call:
 
     def result(self, view: View) -> Any:
         """A result as the caller's kind of array."""
+        if self.kind == "dlpack" and hasattr(self._like, "__array_namespace__"):
+            lent = Lent(view.pointer, view.shape, view.dtype, view.owner, self._like.__dlpack_device__()[1], self.stream)
+            return self._like.__array_namespace__().from_dlpack(lent)
         if self.kind != "numpy" or SIMULATED:
             return view.owner
         return to_host(view.owner) if prod(view.shape) else np.empty(view.shape, view.dtype)
@@ -164,12 +168,12 @@ _libraries: dict[type, str] = {}
 def _library(kind: type) -> str:
     """The package that a class comes from, remembered: subclasses of torch.Tensor are torch's."""
     names = [base.__module__.partition(".")[0] for base in kind.__mro__]
-    found = next((name for name in ("torch", "cupy") if name in names), names[0])
+    found = next((name for name in ("torch", "cupy", "jaxlib", "jax") if name in names), names[0])
     return _libraries.setdefault(kind, found)
 
 
 def kind_of(array: Any) -> str:
-    """Which way an array is looked at: torch, cupy, numba (any __cuda_array_interface__), dlpack or numpy."""
+    """Which way an array is looked at: torch, cupy, numba (any __cuda_array_interface__), dlpack (jax too) or numpy."""
     library = _libraries.get(type(array)) or _library(type(array))
     if library == "torch" and not array.is_cuda:
         raise DTypeError(f"a torch tensor on {array.device} is no CUDA array: call .cuda(), or .numpy() for impl='cpu'")
@@ -178,7 +182,7 @@ def kind_of(array: Any) -> str:
     if isinstance(array, np.ndarray | list | tuple | np.generic):
         return "numpy"
     try:
-        if is_device_array(array):
+        if library not in ("jax", "jaxlib") and is_device_array(array):  # jax's results must be jax's
             return "numba"
     except Exception:
         pass
@@ -255,33 +259,14 @@ def _numba_stream(handle: int) -> Any:
 
 
 # ---- DLPack -----------------------------------------------------------------------------------------------------------
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-_KDL_CUDA = 2
-_DTYPES = {(2, 16): np.dtype(np.float16), (4, 16): BFLOAT16, (2, 32): np.dtype(np.float32), (2, 64): FLOAT64}
-
-
 def view_of_dlpack(array: Any, stream: int) -> View:
     """A view of a DLPack array; the capsule stays with it, and gives the memory back when it dies."""
-    if array.__dlpack_device__()[0] != _KDL_CUDA:
+    if array.__dlpack_device__()[0] != DEVICE:
         raise DTypeError(f"{type(array).__name__} does not lie on a CUDA device")
     capsule = array.__dlpack__(stream=stream or 1)  # 1: the legacy default stream
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    tensor = _DLTensor.from_address(pointer(capsule, b"dltensor"))
+    tensor = DLTensor.from_address(pointer(capsule, b"dltensor"))
     shape = tuple(tensor.shape[: tensor.ndim])
     dense = [prod(shape[i + 1 :]) for i in range(tensor.ndim)]
     if (
@@ -290,7 +275,7 @@ def view_of_dlpack(array: Any, stream: int) -> View:
         and any(s != d for n, s, d in zip(shape, tensor.strides[: tensor.ndim], dense, strict=True) if n > 1)
     ):
         raise ParameterError(f"a strided DLPack array of {type(array).__name__}: make it contiguous first")
-    dtype = _DTYPES.get((tensor.code, tensor.bits))
+    dtype = DTYPES.get((tensor.code, tensor.bits))
     if dtype is None or tensor.lanes != 1:
         raise DTypeError(f"DLPack type code {tensor.code}, {tensor.bits} bits is not float16, bfloat16 or float32")
     return View((tensor.data or 0) + tensor.byte_offset, shape, dtype, (array, capsule))
