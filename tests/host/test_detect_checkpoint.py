@@ -243,6 +243,7 @@ def test_the_hostile_pickles_are_hostile(tmp_path):
         assert trace.exists(), kind
 
 
+@pytest.mark.filterwarnings("ignore:invalid escape:DeprecationWarning")
 @given(st.data())
 def test_damage_is_an_error_that_names_the_file(data):
     """Bytes of a good pickle changed, cut off, or put in: read as something, or one WeightsError; never anything else."""

@@ -164,5 +164,5 @@ def test_no_cluster_is_one_clear_line(pictures, address):
     process = start(pictures, "--ray", address)
     out, error = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
-    assert error.startswith(f"numba-psa detect: there is no Ray cluster at {address}: ")
+    assert error.startswith(f"numba-psa detect: no Ray cluster can be reached at {address}: ")
     assert len(error.splitlines()) == 1

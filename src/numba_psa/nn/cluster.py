@@ -23,8 +23,6 @@ MOST_BLOCKS = 2000
 """Blocks of pictures; a block is what is done again when its worker dies."""
 RETRIES = 4
 """How often a block is done again: a picture that takes too much memory kills every worker."""
-
-
 _MODELS: dict[str, Any] = {}
 """The network of this worker process, by the name of the object that its weights are."""
 
@@ -63,7 +61,8 @@ def outcomes(weights: Path, images: Sequence[str], request: Request, address: st
     """(index, outcome) of every picture, in the order in which the cluster at `address` is done with them.
 
     Every machine needs this package, and reads the pictures by the names given here. The work of a worker that dies is done
-    again by another one; a picture with which workers die time and again comes out as an error.
+    again by another one; a picture with which workers die time and again comes out as an error, and with it, where there
+    are more than MOST_BLOCKS, the others of its block.
     Raises BackendUnavailableError where Ray or a cluster is missing.
     """
     try:
@@ -86,7 +85,7 @@ def _connect(ray: Any, address: str) -> None:
         ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         raise BackendUnavailableError(
-            f"there is no Ray cluster at {address}: {printable(str(error))[:200]} (`ray start --head` starts one)"
+            f"no Ray cluster can be reached at {address}: {printable(str(error))[:200]} (`ray start --head` starts one)"
         ) from error
 
 

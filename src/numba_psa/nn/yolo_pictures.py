@@ -19,7 +19,7 @@ CONF = 0.25
 IOU = 0.7
 MOST = 300
 LARGEST = 8192
-"""Of `imgsz`: a network of scale n then takes about 8 GB."""
+"""Of `imgsz`: on a square picture of this size, a YOLO26n takes 6.7 GiB."""
 
 
 @dataclass(frozen=True, eq=False)
