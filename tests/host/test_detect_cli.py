@@ -157,6 +157,7 @@ def test_what_cannot_be_done_is_one_clear_line(weights):
         ((image, image, "--weights", weights, "--out", "a.png/b"), "Not a directory"),
         ((image, image, "--weights", weights, "--out", "old.json"), "File exists"),
         ((*good, "--profile", "--ray", "auto"), "give one of them"),
+        ((*good, "--out", "b.png", "--json", "folder/../b.png"), "they need a file each"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2, (arguments, result.output)

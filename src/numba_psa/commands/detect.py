@@ -69,6 +69,8 @@ def _detect(images, weights, imgsz, conf, out, json_file, profile, address) -> i
 
     if profile and address is not None:
         raise ParameterError("--profile times this machine, and --ray is for others: give one of them")
+    if out and json_file and out.resolve() == json_file.resolve():
+        raise ParameterError(f"--out and --json are both {out}: they need a file each")
     model = yolo.load(weights)
     check_options(model.stride, imgsz, conf)
     _check_targets([path for path in (out, json_file) if path], [*images, weights])
