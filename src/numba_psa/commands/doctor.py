@@ -11,6 +11,7 @@ EXTRAS = {
     "fuzz": ("hypothesis", "jsonschema", "redis"),
     "models": ("safetensors", "onnx", "pillow"),
     "bench": ("matplotlib", "onnxruntime"),
+    "cluster": ("ray",),
 }
 
 
