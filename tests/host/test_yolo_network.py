@@ -1,11 +1,21 @@
 """Whole detectors with random weights on the CPU, and small networks of every operation, against the formulas in float64."""
 
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numba
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from yolo_cases import LIMIT, Small, detector, judge_small, picture, random_weights
 
+from numba_psa.cpu.frames import Frame
 from numba_psa.errors import BackendUnavailableError, DTypeError, ParameterError, ShapeError
 from numba_psa.nn import C2PSA, C3k2
 from numba_psa.nn.yolo.plan import Buffer, NetworkPlan, _place
@@ -209,3 +219,82 @@ def test_weights_are_not_changed():
     type(detector()).from_state_dict(state)(picture(1, 3, 32, 32))
     for name, array in before.items():
         np.testing.assert_array_equal(state[name], array)
+
+
+# ---- memory and threads -------------------------------------------------------------------------------------------------
+def gathered_reach(x, out):
+    """The least and the largest element, from a channel's first token, that a convolution of stride 2 loads."""
+    first = last = 0
+    for tile in range(out.tiles):
+        row, lane = tile * out.lanes // out.pitch, 0
+        column = tile * out.lanes - row * out.pitch
+        while lane < out.lanes and row < out.height:
+            upper_left = (2 * row - 1) * x.pitch + 2 * (column - lane) - 1
+            first, last = min(first, upper_left), max(last, upper_left + 2 * x.pitch + 2 + 2 * out.lanes)
+            row, lane, column = row + 1, lane + out.pitch - column, 0
+    return first, last
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_nothing_outside_of_an_array_is_loaded(dtype):
+    for height, width in itertools.product((*range(1, 12), 20, 31, 32, 33, 64, 333), repeat=2):
+        x, out = (Frame(-(-height // step), -(-width // step), np.dtype(dtype)) for step in (1, 2))
+        first, last = gathered_reach(x, out)
+        assert x.origin + first >= 0
+        assert x.origin + last <= x.elements(1)
+        # Stride 1: the taps of the first and of the last vector; pools reach as far in memory of their own.
+        assert x.border >= x.pitch + 1
+        assert x.origin + x.tiles * x.lanes + x.pitch + 1 <= x.elements(1)
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (5, 7), (20, 20), (3, 64)])
+def test_a_frame_holds_what_is_written_and_zeros_around_it(height, width):
+    frame = Frame(height, width, np.dtype(np.float32))
+    memory = np.zeros(frame.elements(3), np.float32)
+    frame.view(memory, 3)[...] = 1 + np.arange(3 * height * width).reshape(3, height, width)
+    assert np.count_nonzero(memory) == 3 * height * width
+    for channel in range(3):
+        framed = memory[frame.origin + channel * frame.plane :]
+        image = framed[: height * frame.pitch].reshape(height, frame.pitch)
+        np.testing.assert_array_equal(image[:, :width], frame.view(memory, 3)[channel])
+        np.testing.assert_array_equal(image[:, width], 0)
+        np.testing.assert_array_equal(framed[height * frame.pitch : height * frame.pitch + frame.pitch], 0)
+    assert frame.inside.sum() == height * width
+
+
+def test_the_same_bits_on_any_number_of_threads():
+    model, x = detector("yolo11"), picture(1, 3, 96, 64)
+    expected, threads = model(x), numba.get_num_threads()
+    try:
+        for count in range(1, threads + 1):
+            numba.set_num_threads(count)
+            np.testing.assert_array_equal(model(x), expected)
+            model._plans.clear()
+            np.testing.assert_array_equal(model(x), expected)
+    finally:
+        numba.set_num_threads(threads)
+
+
+MANY_THREADS = """
+import hashlib, sys
+from yolo_cases import detector, picture
+print(hashlib.sha256(detector("yolo11")(picture(1, 3, 96, 64)).tobytes()).hexdigest())
+"""
+
+
+def test_more_threads_than_cores():
+    """Threads that the operating system puts aside are not waited for, and what is computed does not change."""
+    found = {hashlib.sha256(detector("yolo11")(picture(1, 3, 96, 64)).tobytes()).hexdigest()}
+    environment = os.environ | {"NUMBA_NUM_THREADS": "7", "PYTHONPATH": str(Path(__file__).parent)}
+    run = subprocess.run(
+        [sys.executable, "-c", MANY_THREADS], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert found == {run.stdout.strip()}
+
+
+def test_calls_from_several_threads_at_once():
+    model, xs = detector("yolo11"), [picture(1, 3, 64, 64, seed=seed) for seed in range(8)]
+    expected = [model(x) for x in xs]
+    with ThreadPoolExecutor(4) as pool:
+        for y, truth in zip(pool.map(model, xs), expected, strict=True):
+            np.testing.assert_array_equal(y, truth)

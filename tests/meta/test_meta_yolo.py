@@ -57,7 +57,7 @@ CONVOLUTION_BUGS = {
         "at + 2 * height, 1, load(source, tap))",
     ),
     "bias of the first work item for all": (plain, "advance(bias, row), advance", "bias, advance"),
-    "a residual before the activation": (plain, "problem[1] != 0 and problem[15] == 0, problem[16]", "False, problem[16]"),
+    "a residual before the activation": (plain, "problem[1] != 0 and problem[15] == 0", "False"),
     "no SiLU": (plain, "        if silu:\n            silu_rows(", "        if False:\n            silu_rows("),
     "rows in a vector are taken for one": (strided, "lane += out_pitch - column", "lane += step"),
     "even and odd columns exchanged": (strided, "begun, even_lanes(a, b))", "begun, odd_lanes(a, b))"),

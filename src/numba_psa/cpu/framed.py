@@ -87,18 +87,18 @@ def _keep_from(tile, at, lane, begun, x):
 
 
 @called
-def _gather_strided(tile, begins, pieces, count, plane, pitch, out_pitch, token):
+def _gather_strided(tile, begins, pieces, count, plane, pitch, out_pitch, out_rows, token):
     """tile[(c·3 + ky)·3 + kx] = x[c, 2y + ky − 1, 2x + kx − 1] of LANES output tokens from `token` on.
 
     They may be the end of one row and the beginning of the next: each row's part is loaded as if the whole vector were in
-    its row, and kept from its first lane on. `begins` has room for two vectors.
+    its row, and kept from its first lane on. Lanes after the last row hold anything. `begins` has room for two vectors.
     """
     step = lanes(tile)
     store(begins, 0, splat(tile, 0.0))
     store(begins, step, splat(tile, 1.0))
     row, lane = token // out_pitch, 0
     column = token - row * out_pitch
-    while lane < step:
+    while lane < step and row < out_rows:
         begun, t = load(begins, step - lane), 0
         for piece in range(count):
             source = advance(pointer(pieces[2 * piece], tile), (2 * row - 1) * pitch + 2 * (column - lane) - 1)
@@ -144,13 +144,15 @@ def convolve(problem, like, scale, begin, end):
 
     problem: addresses of out and residual (0: none), their channels a plane apart; of packed weights, of bias, of `inside`
     of their frame; that plane, its pitch, c_out, most, whether act is SiLU; k, stride, plane and pitch of x, input channels,
-    whether early, pieces of x; for each piece: address, channels. `most` is a multiple of ROWS. (scale is not used.)
+    whether early, rows of out, pieces of x; for each piece: address, channels. `most` is a multiple of ROWS. (scale
+    is not used.)
     """
     out, residual, weights = pointer(problem[0], like), pointer(problem[1], like), pointer(problem[2], like)
     bias, inside = pointer(problem[3], like), pointer(problem[4], like)
     out_plane, out_pitch, c_out, most, silu = problem[5], problem[6], problem[7], problem[8], problem[9]
     side, stride, plane, pitch, c_in = problem[10], problem[11], problem[12], problem[13], problem[14]
-    early, late, count, pieces = problem[15] != 0, problem[1] != 0 and problem[15] == 0, problem[16], advance(problem, 17)
+    early, late = problem[15] != 0, problem[1] != 0 and problem[15] == 0
+    out_rows, count, pieces = problem[16], problem[17], advance(problem, 18)
     step, steps = lanes(like), c_in * side * side
     gathered = steps if stride == 2 else 0
     scratch = new_scratch(most + 2 + gathered)
@@ -166,7 +168,7 @@ def convolve(problem, like, scale, begin, end):
             prefetch(out, (row + r) * out_plane + token, 1)
         if stride == 2:
             if token != loaded:
-                _gather_strided(tile, begins, pieces, count, plane, pitch, out_pitch, token)
+                _gather_strided(tile, begins, pieces, count, plane, pitch, out_pitch, out_rows, token)
                 loaded = token
             products(acc, rows, row_bias, row_weights, tile, steps)
         elif side == 1:

@@ -1,9 +1,9 @@
 """Many kernels one after the other on several threads, with one call from Python.
 
 Each thread has its share of a kernel's items, the same part in every step, so that it finds in its cache what it wrote
-before; when it is done with them it takes from the others. A step is over when its items are done, whoever did them: a thread
-that the operating system has put aside for a while is not waited for, unless it holds items. Who computes an item changes
-nothing about it.
+before; when it is done with them it takes from the others. A step is over when its items are done, whoever did them: a
+thread that the operating system has put aside for a while is not waited for, unless it holds items. Who computes an item
+changes nothing about it.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class NetworkPlan:
         weights, bias = self._weights(conv)
         most = self._rows_of_item(frame, conv.c_out)
         numbers = [out, add or 0, weights, bias, address(frame.inside), frame.plane, frame.pitch, conv.c_out, most]
-        numbers += [int(conv.silu), side, stride, source.plane, source.pitch, conv.c_in, int(early), len(pieces)]
+        numbers += [int(conv.silu), side, stride, source.plane, source.pitch, conv.c_in, int(early), frame.height, len(pieces)]
         for piece in pieces:
             numbers += [piece, piece.channels]
         self._launch(framed.convolve, numbers, frame.tiles * -(-conv.c_out // most))
