@@ -127,7 +127,7 @@ def test_tokens_first_with_other_widths_and_lengths(config, fields, n_queries, n
 
 
 WGMMA = [
-    (WarpgroupBackwardConfig, {"passes": DQ, "step": 32, "key_dim": 16, "value_dim": 32}, 72, {"d_amplitude": 1e-3}),
+    (WarpgroupBackwardConfig, {"passes": DQ, "key_dim": 16, "value_dim": 32}, 72, {"d_amplitude": 1e-3}),
     (WarpgroupBackwardConfig, {"passes": DKV, "stages": 3, "copy": 2, "key_dim": 7, "value_dim": 14, "bf16": True}, 67, {}),
     (Tf32WarpgroupBackwardConfig, {"passes": DQ, "row_warps": 4, "key_dim": 8, "value_dim": 16}, 36, {"amplitude": 4.0}),
     (
@@ -148,7 +148,7 @@ def test_gradients_on_warpgroup_products(config, fields, n, values):
 SPECIAL = [
     MmaBackwardConfig(row_warps=1, BN=16, copy=2, key_dim=4, value_dim=8),
     Tf32BackwardConfig(row_warps=1, copy=4, key_dim=4, value_dim=8),
-    WarpgroupBackwardConfig(arch=90, step=32, stages=3, copy=2, key_dim=4, value_dim=8),
+    WarpgroupBackwardConfig(arch=90, key_step=32, stages=3, copy=2, key_dim=4, value_dim=8),
     Tf32WarpgroupBackwardConfig(arch=90, row_warps=4, copy=4, key_dim=4, value_dim=8),
 ]
 

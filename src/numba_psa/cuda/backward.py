@@ -29,7 +29,7 @@ from numba_psa.cuda.backward_steps import (
     weights_by_columns,
     weights_by_rows,
 )
-from numba_psa.cuda.device import barrier, cp_async_16, cp_async_commit, shared_address, step
+from numba_psa.cuda.device import barrier, cp_async_16, cp_async_commit, shared_address, step, wait_for_previous_kernel
 from numba_psa.cuda.fragments import (
     ONE,
     ZERO,
@@ -123,7 +123,7 @@ def make_backward(config):
     """The kernel for one MmaBackwardConfig. It closes over integers only, so that its compiled form can be cached."""
     tile, wide = config.constants(), config.widths_swapped()
     A, A_WIDE, P, S, ACC, ACC_WIDE, ROWS = config.fragment_shapes
-    LEAD, PASSES = config.stages - 1, config.passes
+    LEAD, PASSES, OVERLAPS = config.stages - 1, config.passes, config.overlaps
     ROWS_ARE_TOKENS, ROWS_ARE_CHANNELS = config.tokens_first, not config.tokens_first
 
     @step
@@ -131,7 +131,7 @@ def make_backward(config):
         """The rows of one block."""
         first = cuda.blockIdx.x * tile.BM
         first_row, steepness = 16 * at.query_warp, abs(head.scale)
-        row, factor = first + first_row + (at.lane >> 2), gradient_factor(tile, head.exponent)
+        row = first + first_row + (at.lane >> 2)
         s, dp, p, acc, acc_wide = have.s, have.dp, have.p, have.acc, have.acc_wide
         fill(acc, ZERO)
         fill(acc_wide, ZERO)
@@ -147,6 +147,10 @@ def make_backward(config):
         rows_wide = shared + tile.query_offset + first_row // 16 * token_step(tile, wide.query_stride)
         rows_wide = block_address(rows_wide, wide.query_stride, at.lane, ROWS_ARE_TOKENS)
         stage_rows_of_pass(tile, wide, shared, head, first, at.tid)
+        if OVERLAPS:
+            wait_for_previous_kernel()
+        exponent = gradient_exponent(tile, head.norms, cuda.blockIdx.y, head.n_rows, head.n_columns, at.lane)
+        factor = gradient_factor(tile, exponent)
         for j in range(LEAD):
             start_columns(tile, of_keys, ring + j * tile.stage_bytes, head, j * tile.BN, at.tid)
         if of_keys:
@@ -181,7 +185,7 @@ def make_backward(config):
         again_if_not_finite(tile, of_keys, True, of_keys, head, acc, acc_wide, row, factor, at.lane)
         wait_for_copies(0)
         barrier()  # the last tile is read: shared memory is free
-        multiply(acc, unscaled(tile, head.softmax_scale, head.exponent))
+        multiply(acc, unscaled(tile, head.softmax_scale, exponent))
         write_output(wide, acc, have.kept, head.d_rows, head.n_rows, first, shared, first_row, at.tid)
         if of_keys:
             barrier()
@@ -202,8 +206,7 @@ def make_backward(config):
         l, delta, kept = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         have = Registers(a, a_wide, p, p, s, dp, acc, acc_wide, l, delta, kept)
         bh, first = cuda.blockIdx.y, cuda.blockIdx.x * tile.BM
-        exponent = gradient_exponent(tile, norms, bh, n_queries, n_keys, at.lane)
-        arrays, scalars = (q, k, v, do, dq, dk, dv, sums), (n_queries, n_keys, softmax_scale, scale, exponent)
+        arrays, scalars = (q, k, v, do, dq, dk, dv, sums), (n_queries, n_keys, softmax_scale, scale, norms)
         if PASSES & DKV and cuda.blockIdx.z == 0 and first < n_keys:
             run_pass(True, pass_of(tile, True, bh, *arrays, *scalars), shared, at, have)
         if PASSES & DQ and cuda.blockIdx.z == PASSES // 2 and first < n_queries:

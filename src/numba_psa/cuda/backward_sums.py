@@ -8,17 +8,18 @@ product, and often so small that float16 would lose it.
 from __future__ import annotations
 
 import numpy as np
-from numba import types, uint32
+from numba import float32, types, uint32
 
 from numba_psa._numba_cuda import cuda
+from numba_psa.cuda.chunks import load_chunk
 from numba_psa.cuda.device import (
     barrier,
     bits_float,
     float_bits,
     ld_global_f32,
     ld_global_u16,
-    ld_global_u32,
     ld_shared_f32,
+    let_next_kernel_start,
     maximum,
     shared_address,
     shfl_xor,
@@ -69,17 +70,32 @@ def offset_of(tile, channel, token, channels, n_tokens):
 
 
 @step
-def load_tokens(tile, x, base, channel, token, channels, n_tokens):
-    """x = `tile.tokens` neighbours, zeros from the last token on."""
+def load_tokens(tile, x, words, base, channel, token, channels, n_tokens):
+    """x = `tile.tokens` neighbours of a channel, zeros from the last token on."""
+    offset = offset_of(tile, channel, token, channels, n_tokens)
+    if tile.tokens == 1:
+        x[0] = value_at(tile, base, offset) if token < n_tokens else ZERO
+    else:
+        for i in range(4):
+            words[i] = 0
+        load_chunk(words, tile.item, tile.copy, base + tile.item * offset, n_tokens - token)
+        for i in range(4):
+            if tile.item == 4:
+                x[i] = bits_float(words[i])
+            else:
+                x[2 * i], x[2 * i + 1] = widened(tile.bf16, words[i]), widened(tile.bf16, words[i] >> 16)
+
+
+@step
+def publish(x, address, lanes, lane):
+    """Sums of a warp's threads that have the same tokens, each by the first of them, to shared memory."""
     for i in range(x.shape[0]):
-        x[i] = ZERO
-    if token < n_tokens:
-        offset = offset_of(tile, channel, token, channels, n_tokens)
-        if tile.tokens == 2:
-            word = ld_global_u32(base + 2 * offset)
-            x[0], x[1] = widened(tile.bf16, word), widened(tile.bf16, word >> 16)
-        else:
-            x[0] = value_at(tile, base, offset)
+        total = x[i]
+        for j in range(5):
+            if lanes << j < 32:
+                total += shfl_xor(total, lanes << j)
+        if lane < lanes:
+            st_shared_f32(address + 4 * i, total)
 
 
 @step
@@ -95,17 +111,16 @@ def exponent_of(tile, l):
 def make_backward_sums(config):
     """The kernel for one SumsConfig."""
     tile = config.constants()
-    TOKENS, PAD = config.tokens, SUMS_PAD
+    TOKENS, PAD, STARTS_NEXT = config.tokens, SUMS_PAD, config.starts_next
 
     def attention_backward_sums_kernel(v_base, o_base, do_base, l_base, sums, norms, n_queries, n_keys):
         """Addresses laid out as `heads_backward` says. Grid (ceil(max(n_queries, n_keys) / 64), heads)."""
+        if STARTS_NEXT:
+            let_next_kernel_start()
         shared = shared_address(cuda.shared.array(0, uint32))
-        x, y = cuda.local.array(TOKENS, types.float32), cuda.local.array(TOKENS, types.float32)
-        delta, do_norm, v_norm = (
-            cuda.local.array(TOKENS, types.float32),
-            cuda.local.array(TOKENS, types.float32),
-            cuda.local.array(TOKENS, types.float32),
-        )
+        x, y, words = cuda.local.array(TOKENS, float32), cuda.local.array(TOKENS, float32), cuda.local.array(4, uint32)
+        delta, do_norm = cuda.local.array(TOKENS, float32), cuda.local.array(TOKENS, float32)
+        v_norm = cuda.local.array(TOKENS, float32)
         head, tid, first = cuda.blockIdx.y, cuda.threadIdx.x, cuda.blockIdx.x * PAD
         size = n_queries * tile.value_dim * tile.item
         o, do, l = o_base + head * size, do_base + head * size, l_base + head * n_queries * 4
@@ -120,32 +135,32 @@ def make_backward_sums(config):
         for i in range((tile.value_dim + groups - 1) // groups):
             channel = group + i * groups
             if channel < tile.value_dim:
-                load_tokens(tile, x, o, channel, first + mine, tile.value_dim, n_queries)
-                load_tokens(tile, y, do, channel, first + mine, tile.value_dim, n_queries)
+                load_tokens(tile, x, words, o, channel, first + mine, tile.value_dim, n_queries)
+                load_tokens(tile, y, words, do, channel, first + mine, tile.value_dim, n_queries)
                 for j in range(tile.tokens):
                     delta[j] += x[j] * y[j]
                     do_norm[j] += y[j] * y[j]
                 if tile.scales_gradients:
-                    load_tokens(tile, x, v, channel, first + mine, tile.value_dim, n_keys)
+                    load_tokens(tile, x, words, v, channel, first + mine, tile.value_dim, n_keys)
                     for j in range(tile.tokens):
                         v_norm[j] += x[j] * x[j]
-        for j in range(tile.tokens):
-            at = shared + 4 * (group * PAD + mine + j)
-            st_shared_f32(at, delta[j])
-            if tile.scales_gradients:
-                st_shared_f32(at + 4 * groups * PAD, do_norm[j])
-                st_shared_f32(at + 8 * groups * PAD, v_norm[j])
+        parts = tile.threads // max(lanes, 32)
+        at = shared + 4 * (tid // max(lanes, 32) * PAD + mine)
+        publish(delta, at, lanes, tid & 31)
+        if tile.scales_gradients:
+            publish(do_norm, at + 4 * parts * PAD, lanes, tid & 31)
+            publish(v_norm, at + 8 * parts * PAD, lanes, tid & 31)
         barrier()
 
         if tid < PAD:
             query, padded = first + tid, (n_queries + PAD - 1) // PAD * PAD
             total = norm_do = norm_v = ZERO
-            for i in range(groups):
+            for i in range(parts):
                 at = shared + 4 * (i * PAD + tid)
                 total += ld_shared_f32(at)
                 if tile.scales_gradients:
-                    norm_do += ld_shared_f32(at + 4 * groups * PAD)
-                    norm_v += ld_shared_f32(at + 8 * groups * PAD)
+                    norm_do += ld_shared_f32(at + 4 * parts * PAD)
+                    norm_v += ld_shared_f32(at + 8 * parts * PAD)
             l_row = ZERO
             if query < n_queries:
                 l_row = exponent_of(tile, ld_global_f32(l + 4 * query))

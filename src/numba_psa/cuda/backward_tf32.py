@@ -26,7 +26,7 @@ from numba_psa.cuda.backward_steps import (
     weights_by_columns,
     weights_by_rows,
 )
-from numba_psa.cuda.device import barrier, shared_address, step
+from numba_psa.cuda.device import barrier, shared_address, step, wait_for_previous_kernel
 from numba_psa.cuda.fragments import ONE, ZERO, fill
 from numba_psa.cuda.fragments_tf32 import (
     accumulate_values_tf32,
@@ -78,7 +78,7 @@ def make_backward_tf32(config):
     """The kernel for one Tf32BackwardConfig. It closes over integers only, so that its compiled form can be cached."""
     tile, wide = config.constants(), config.widths_swapped()
     A, B, P, S, ACC, ACC_WIDE, PART, OPERAND, PART_WIDE, OPERAND_WIDE, PART_S, ROWS = config.fragment_shapes
-    LEAD, PASSES, APART = config.stages - 1, config.passes, config.apart
+    LEAD, PASSES, APART, OVERLAPS = config.stages - 1, config.passes, config.apart, config.overlaps
 
     @step
     def run_pass(of_keys, narrow, wide_too, head, shared, at, have):
@@ -104,6 +104,8 @@ def make_backward_tf32(config):
         rows = shared + column * tile.query_stride + 4 * row_in_block
         rows_wide = rows + tile.query_offset
         stage_rows_of_pass(tile, wide, shared, head, first, at.tid)
+        if OVERLAPS:
+            wait_for_previous_kernel()
         for j in range(LEAD):
             start_columns(tile, of_keys, ring + j * tile.stage_bytes, head, j * tile.BN, at.tid)
         if of_keys:
@@ -188,7 +190,7 @@ def make_backward_tf32(config):
             kept,
         )
         bh, first = cuda.blockIdx.y, cuda.blockIdx.x * tile.BM
-        arrays, scalars = (q, k, v, do, dq, dk, dv, sums), (n_queries, n_keys, softmax_scale, scale, 0)
+        arrays, scalars = (q, k, v, do, dq, dk, dv, sums), (n_queries, n_keys, softmax_scale, scale, norms)
         if PASSES & DKV and cuda.blockIdx.z == 0 and first < n_keys:
             head = pass_of(tile, True, bh, *arrays, *scalars)
             if APART:

@@ -50,6 +50,6 @@ def candidates(problem: Problem, arch: int, multiprocessors: int) -> Iterator[Ca
         yield make_backward_tf32, Tf32BackwardConfig, {"row_warps": 1}
         return
     if arch == 90 and problem.heads * -(-problem.n_queries // 64) > 32:
-        yield make_backward_wgmma, WarpgroupBackwardConfig, {"step": 32, "blocks_per_sm": 3}
+        yield make_backward_wgmma, WarpgroupBackwardConfig, {"blocks_per_sm": 3}
     yield make_backward, MmaBackwardConfig, {"row_warps": 4, "BN": 16 if wide else 32, "blocks_per_sm": 1 if wide else 2}
     yield make_backward, MmaBackwardConfig, {"row_warps": 2, "BN": 16}

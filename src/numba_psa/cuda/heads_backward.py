@@ -26,7 +26,7 @@ class Pass(NamedTuple):
     n_columns: int
     softmax_scale: float
     scale: float  # softmax_scale as exponents want it
-    exponent: int  # dS is carried 2**exponent times as large
+    norms: int
 
 
 @step

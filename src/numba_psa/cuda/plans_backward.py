@@ -31,7 +31,13 @@ class BackwardLauncher:
         self._kernel = kernel(self.choice.make, self.choice.config, BACKWARD_SIGNATURE)
         item = problem.dtype.itemsize
         sums = SumsConfig(
-            problem.key_dim, problem.value_dim, item, problem.dtype == BFLOAT16, problem.tokens_first, problem.copy
+            problem.key_dim,
+            problem.value_dim,
+            item,
+            problem.dtype == BFLOAT16,
+            problem.tokens_first,
+            problem.copy,
+            self.choice.config.arch,
         )
         self._sums = kernel(make_backward_sums, sums, SUMS_SIGNATURE)
         self._sizes = problem.n_queries, problem.n_keys

@@ -45,6 +45,11 @@ class BackwardTileConfig(TileConfig):
         return 32 * self.row_warps
 
     @property
+    def overlaps(self) -> bool:
+        """Whether the kernel starts as the one of l and delta ends, and waits for it itself."""
+        return self.arch >= 90
+
+    @property
     def scales_gradients(self) -> bool:
         """Whether dS is brought to the range of its type, by a power of two for each head: only float16's is so small."""
         return self.item == 2 and not self.bf16
@@ -257,13 +262,14 @@ class Tf32BackwardConfig(BackwardTileConfig):
 
 @dataclass(frozen=True)
 class WarpgroupBackwardConfig(BackwardTileConfig):
-    """Tiles of the wgmma backward: 64 rows for each warpgroup, 64 columns a stage, `step` of them a product.
+    """Tiles of the wgmma backward: 64 rows for each warpgroup, 64 columns a stage, key_step or query_step of them a product.
 
     Shared memory, from a multiple of 1024: `stages` swizzled tiles [key_pad + value_pad][64 columns] and their l and delta.
     The rows borrow the last two stages, which are filled first in iterations 1 and 2.
     """
 
-    step: int = 64
+    key_step: int = 64
+    query_step: int = 32
     bf16: bool = False
     BN: int = 64
     stages: int = 4
@@ -309,12 +315,14 @@ class WarpgroupBackwardConfig(BackwardTileConfig):
 
     @property
     def fragment_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """One lane's rows of either operand, P or dS as an A operand, s and dp, the gradients of either width, rows."""
+        """One lane's rows of either operand; for keys and for queries P as an A operand, and s; the gradients; rows."""
         return (
             (1, self.key_pad // 16, 4),
             (1, self.value_pad // 16, 4),
-            (self.step // 16, 4),
-            (1, self.step // 8, 4),
+            (self.key_step // 16, 4),
+            (1, self.key_step // 8, 4),
+            (self.query_step // 16, 4),
+            (1, self.query_step // 8, 4),
             (1, self.key_pad // 8, 4),
             (1, self.value_pad // 8, 4),
             (1, 2),
@@ -326,7 +334,8 @@ class WarpgroupBackwardConfig(BackwardTileConfig):
             *super().rules(),
             (not self.tokens_first, "the wgmma kernel reads channels first"),
             (self.row_warps in (4, 8), "row_warps must be 4 or 8: one or two warpgroups"),
-            (self.BN == 64 and self.step in (32, 64), "BN must be 64 and step 32 or 64: swizzled tiles hold 64 columns"),
+            (self.BN == 64, "BN must be 64: swizzled tiles hold 64 columns"),
+            (self.key_step in (32, 64) and self.query_step in (32, 64), "key_step and query_step must be 32 or 64"),
             (3 <= self.stages <= 4, "stages must be 3 or 4: the columns of the step before are still being read"),
             (rows <= 2 * self.stage_bytes, "the rows do not fit into the two stages they borrow"),
             (self.key_pad + self.value_pad <= 112, "wider heads are more than registers hold"),
@@ -383,8 +392,9 @@ class Tf32WarpgroupBackwardConfig(BackwardTileConfig):
 
     @property
     def fragment_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """One lane's wide rows, P or dS (each a high and a low part), s and dp, the gradients, words to split, rows."""
+        """One lane's rows, P or dS (each a high and a low part), s and dp, the gradients, words to split, sums of rows."""
         return (
+            (self.key_pad // 8, 4),
             (self.value_pad // 8, 4),
             (4, 4),
             (1, 4, 4),
@@ -415,6 +425,7 @@ class SumsTile(NamedTuple):
     bf16: int
     tokens_first: int
     scales_gradients: int
+    copy: int
     tokens: int  # of a thread, side by side
     threads: int
     revision: int
@@ -430,6 +441,7 @@ class SumsConfig:
     bf16: bool = False
     tokens_first: bool = False
     copy: int = 16
+    arch: int = 80
     threads: int = 256
     blocks_per_sm: int = 4
     revision = REVISION
@@ -440,7 +452,12 @@ class SumsConfig:
 
     @property
     def tokens(self) -> int:
-        return 2 if self.item == 2 and not self.tokens_first and self.copy >= 4 else 1
+        return 1 if self.tokens_first else 16 // self.item
+
+    @property
+    def starts_next(self) -> bool:
+        """Whether the kernel of the gradients may start as this one ends."""
+        return self.arch >= 90
 
     @property
     def scales_gradients(self) -> bool:
@@ -448,7 +465,7 @@ class SumsConfig:
 
     @property
     def shared_bytes(self) -> int:
-        return 3 * 4 * self.tokens * self.threads
+        return 3 * 4 * SUMS_PAD * (self.threads // max(SUMS_PAD // self.tokens, 32))
 
     @property
     def name(self) -> str:
