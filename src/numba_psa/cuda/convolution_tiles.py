@@ -191,29 +191,34 @@ def packed(weight: np.ndarray, item: int) -> np.ndarray:
 def choose_convolution(
     c_in: int, c_out: int, batch: int, tokens: int, multiprocessors: int, *, taps: int, item: int, **fields
 ) -> ConvolutionConfig:
-    """The tiles for a convolution: where there are few, small ones and sums in parts, for every multiprocessor to have one.
+    """The tiles for a convolution: the fewer there are, the more warps share a sum, for every multiprocessor to be busy.
 
-    Few ones by measurement on one H200, in chains of equal launches (B = 1, 20×20, 128 and 256 channels).
+    By measurement on one H200: whole layers at B = 1, 20×20, and chains of equal launches up to B = 8, 40×40.
     """
 
     def blocks(channels: int) -> int:
         return batch * -(-tokens // 32) * -(-c_out // channels)
 
-    if blocks(32) <= 3 * multiprocessors:
-        channel_tiles = 2 if blocks(32) >= 0.6 * multiprocessors else 1
-        long = c_in * taps > 128
-        if item == 4 or taps > 1:
-            k_warps, steps = 8, 2 if taps > 1 or (channel_tiles == 2 and not long) else 4
-        else:
-            k_warps, steps = 8 if channel_tiles == 2 and long else 4, 4 if long else 2
-        steps = steps if fields.get("whole", True) else min(steps, 2)  # single elements take more registers on their way
-        sizes = {"channel_tiles": channel_tiles, "k_warps": k_warps, "steps": steps}
+    if blocks(32) <= 1.5 * multiprocessors:
+        sizes = _few(blocks(32) < 0.6 * multiprocessors, c_in > 128, taps, item)
+    elif blocks(32) <= 8 * multiprocessors or c_out <= 32:
+        sizes = {"channel_tiles": 2, "k_warps": 4, "steps": 1 if taps > 1 else 2}
     else:
-        channel_warps = 4 if c_out > 128 else 2 if c_out > 64 else 1
-        sizes = {
-            "channel_tiles": 4,
-            "k_warps": 1,
-            "channel_warps": channel_warps,
-            "steps": 1 if item == 4 or taps > 1 else 2,
-        }
+        sizes = {"channel_tiles": 2, "k_warps": 2, "channel_warps": 2, "steps": 1 if taps > 1 else 2}
+    if not fields.get("whole", True):
+        sizes["steps"] = min(sizes["steps"], 2)  # single elements take more registers on their way
     return ConvolutionConfig(taps=taps, item=item, **sizes, **fields)
+
+
+def _few(very: bool, long: bool, taps: int, item: int) -> dict[str, int]:
+    """Tiles for at most one block a multiprocessor; `very`: for half of them."""
+    channel_tiles = 1 if very else 2
+    if taps > 1:
+        k_warps, steps = 12, 1
+    elif item == 4:
+        k_warps, steps = 8, 4 if very or long else 2
+    elif very:
+        k_warps, steps = 4, 4 if long else 2
+    else:
+        k_warps, steps = 8, 2 if long else 4
+    return {"channel_tiles": channel_tiles, "k_warps": k_warps, "steps": steps}
