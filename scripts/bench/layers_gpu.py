@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float16,float32,bfloat16")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
     parser.add_argument("--modes", default="default,reduce-overhead", help="of torch.compile, for the first shape only")
+    parser.add_argument("--compiled", default=",".join(LAYERS), help="layers that torch.compile is tried on")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.cuda.set_stream(torch.cuda.Stream())  # the legacy default stream cannot be captured
@@ -178,7 +179,8 @@ def main() -> None:
             for dtype in options.dtypes.split(","):
                 if dtype == "bfloat16" and shape != SHAPES[0]:
                     continue
-                modes = options.modes.split(",") if shape == SHAPES[0] and options.modes else []
+                compiled = shape == SHAPES[0] and dtype != "bfloat16" and name in options.compiled.split(",")
+                modes = options.modes.split(",") if compiled else []
                 rows = measure(layer, shape, getattr(torch, dtype), modes)
                 report["tables"].append({"layer": name, "shape": shape, "dtype": dtype, "rows": rows})
                 print(f"{name}, B={shape[0]} {shape[1]}×{shape[2]}, {dtype}", flush=True)

@@ -34,7 +34,7 @@ def judge(layer, x, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(layers_with_input())
 @example((build(num_heads=4, key_dim=32, head_dim=65), normal(1, 265, 3, 5)))  # c = 260: head_dim is not 2·key_dim
 @example((build(nn.PSA, num_heads=4, key_dim=36, head_dim=72), normal(2, 293, 4, 4)))  # YOLOv10m
@@ -117,23 +117,19 @@ def test_any_strides_and_out(impl):
         assert layer(x, impl, out=out) is out
         np.testing.assert_array_equal(out, y)
     room = to_device(np.full((2, 17, 4, 16), 7, np.float32))
-    layer(to_device(x), impl, out=room[..., ::2])
+    layer(to_device(x), impl, out=room[:, :, :, ::2])
     np.testing.assert_array_equal(to_host(room)[..., ::2], y)
     assert (to_host(room)[..., 1::2] == 7).all()
 
 
-def test_addresses_that_are_no_multiples_of_16():
-    layer, x = build(), normal(1, 17, 4, 8)
-    for dtype in DTYPES:
-        want = layer(x.astype(dtype), "cuda")
-        room = to_device(np.zeros(x.size + 1, dtype))
-        view = room[1:].reshape(x.shape)
-        view.copy_to_device(to_device(x.astype(dtype)))
-        out = to_device(np.full(want.size + 3, 7, dtype))
-        layer(view, out=out[1 : 1 + want.size].reshape(want.shape))
-        found = to_host(out)
-        assert relative_error(found[1:-2].reshape(want.shape), want.astype(np.float64)) <= 2 * np.finfo(np.float16).eps
-        assert (found[[0, -1, -2]] == 7).all()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_addresses_that_are_no_multiples_of_16(dtype):
+    layer, x = build(), normal(1, 17, 4, 8, dtype=dtype)
+    room, out = to_device(np.concatenate([x.reshape(-1)[:1], x.reshape(-1)])), to_device(np.full(x.size + 3, 7, dtype))
+    layer(room[1:].reshape(x.shape), out=out[1 : 1 + x.size].reshape(x.shape))
+    found = to_host(out)
+    assert agrees_rounded(layer, x, found[1:-2].reshape(x.shape))
+    assert (found[[0, -1, -2]] == 7).all()
 
 
 def test_addresses_change_from_call_to_call():
