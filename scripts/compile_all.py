@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from numba_psa.cuda import convolution
+from numba_psa.cuda.align import ALIGN_SIGNATURE, AlignConfig, make_align_rows
 from numba_psa.cuda.backward import BACKWARD_SIGNATURE
 from numba_psa.cuda.backward_sums import SUMS_SIGNATURE, make_backward_sums
 from numba_psa.cuda.choice import Choice, Problem, choose
@@ -119,6 +120,8 @@ def kernels(arch: int, everything: bool) -> Iterator[tuple]:
     choices: dict[Choice, None] = {choose(problem, arch, 132): None for problem in problems(everything)}
     for choice in choices:
         yield choice.make, choice.config, SIGNATURE
+    if arch == 90:
+        yield make_align_rows, AlignConfig(32), ALIGN_SIGNATURE
     for item in (2, 4):
         for copy in (16, item):
             config = LayoutConfig(32, item, copy, copy)

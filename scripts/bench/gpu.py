@@ -2,7 +2,7 @@
 
     python scripts/bench/gpu.py [--out results.json] [--commit HASH]      needs torch and triton, for the peers
 
-Work: qkv [B, heads*128, H, W] -> out [B, heads*64, H, W], KEY_DIM 32. GPU microseconds by CUDA graph replay (median), host
+Work: qkv [B, heads*4*KEY_DIM, H, W] -> out [B, heads*2*KEY_DIM, H, W]. GPU microseconds by CUDA graph replay (median), host
 microseconds a call. A "core" peer works on tensors that are already packed (and padded), layout work not counted: a
 handicap in its favour.
 """
@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
+import os
 import platform
 import subprocess
 import time
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,6 +26,8 @@ import torch
 import torch.nn.functional as functional
 import triton
 import triton.language as tl
+from mirror import bench as bench_mirror
+from mirror import triton_forward
 from numba import float32
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -30,7 +35,7 @@ from numba_psa import PSAShape
 from numba_psa import cuda as fused
 from numba_psa._numba_cuda import cuda
 
-KEY_DIM, HEAD_DIM = 32, 64
+KEY_DIM = 32
 SHAPES = [
     (1, 2, 20, 20),
     (1, 2, 19, 21),
@@ -41,25 +46,33 @@ SHAPES = [
     (8, 4, 39, 41),
     (4, 4, 80, 80),
 ]
+WIDTHS = [(8, 4, 40, 40, key_dim) for key_dim in (16, 36, 64)]  # and KEY_DIM other than 32
 LIMIT = {"float32": 2e-6, "tf32": 2e-3, "float16": 1e-3, "bfloat16": 1e-2}
 
 
 # ---- peers ------------------------------------------------------------------------------------------------------------
 def split(qkv, heads):
-    batch, _, height, width = qkv.shape
-    return qkv.view(batch, heads, 4 * KEY_DIM, height * width).split([KEY_DIM, KEY_DIM, HEAD_DIM], dim=2)
+    """q, k and v, [batch, heads, width, N]."""
+    batch, channels, height, width = qkv.shape
+    key_dim = channels // (4 * heads)
+    return qkv.view(batch, heads, 4 * key_dim, height * width).split([key_dim, key_dim, 2 * key_dim], dim=2)
+
+
+def nchw(o, qkv):
+    """[batch, heads, width, N] as the output lies."""
+    return o.reshape(qkv.shape[0], qkv.shape[1] // 2, *qkv.shape[2:])
 
 
 def eager(qkv, heads):
     q, k, v = split(qkv, heads)
-    p = ((q.transpose(-2, -1) @ k) * KEY_DIM**-0.5).softmax(dim=-1)
-    return (v @ p.transpose(-2, -1)).reshape(qkv.shape[0], heads * HEAD_DIM, *qkv.shape[2:])
+    p = ((q.transpose(-2, -1) @ k) * q.shape[-2] ** -0.5).softmax(dim=-1)
+    return nchw(v @ p.transpose(-2, -1), qkv)
 
 
 def attention_inputs(qkv, heads, pad):
     q, k, v = (x.transpose(-2, -1).contiguous() for x in split(qkv, heads))
     if pad:  # FlashAttention wants one width
-        q, k = (functional.pad(x, (0, HEAD_DIM - KEY_DIM)).contiguous() for x in (q, k))
+        q, k = (functional.pad(x, (0, v.shape[-1] - x.shape[-1])).contiguous() for x in (q, k))
     return q, k, v
 
 
@@ -67,9 +80,10 @@ def sdpa(backend, pad):
     """Scaled dot product attention with the layout work that PSA's tensors ask for."""
 
     def run(qkv, heads):
+        scale = (qkv.shape[1] // (4 * heads)) ** -0.5
         with sdpa_kernel(backend):
-            o = functional.scaled_dot_product_attention(*attention_inputs(qkv, heads, pad), scale=KEY_DIM**-0.5)
-        return o.transpose(-2, -1).reshape(qkv.shape[0], heads * HEAD_DIM, *qkv.shape[2:])
+            o = functional.scaled_dot_product_attention(*attention_inputs(qkv, heads, pad), scale=scale)
+        return nchw(o.transpose(-2, -1), qkv)
 
     return run
 
@@ -80,9 +94,11 @@ def sdpa_core(backend, pad):
 
     def run(qkv, heads):
         if qkv.data_ptr() not in packed:
+            packed.clear()
             packed[qkv.data_ptr()] = attention_inputs(qkv, heads, pad)
+        scale = (qkv.shape[1] // (4 * heads)) ** -0.5
         with sdpa_kernel(backend):
-            return functional.scaled_dot_product_attention(*packed[qkv.data_ptr()], scale=KEY_DIM**-0.5)
+            return functional.scaled_dot_product_attention(*packed[qkv.data_ptr()], scale=scale)
 
     return run
 
@@ -93,8 +109,12 @@ TILES = [
 ]
 
 
-@triton.autotune(TILES, key=["N", "BH"])
-@triton.jit
+def quick(run, quantiles):
+    return triton.testing.do_bench(run, warmup=5, rep=20, quantiles=quantiles)
+
+
+@triton.autotune(TILES, key=["N", "BH"], do_bench=quick)
+@triton.jit(do_not_specialize=["BH"])
 def triton_attention(
     qkv, out, N, BH, scale2, PRECISION: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
@@ -118,13 +138,50 @@ def triton_attention(
     tl.store(target, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=(m < N)[:, None])
 
 
+def sizes(qkv, heads):
+    """N, BH, KEY_DIM and room for the output."""
+    batch, channels, height, width = qkv.shape
+    return height * width, batch * heads, channels // (4 * heads), torch.empty_like(qkv[:, : channels // 2])
+
+
 def triton_fused(precision):
     def run(qkv, heads):
-        batch, _, height, width = qkv.shape
-        n, bh = height * width, batch * heads
-        out = torch.empty((batch, heads * HEAD_DIM, height, width), device="cuda", dtype=qkv.dtype)
-        scale = KEY_DIM**-0.5 * math.log2(math.e)
-        triton_attention[lambda tile: (triton.cdiv(n, tile["BM"]), bh)](qkv, out, n, bh, scale, precision, KEY_DIM, HEAD_DIM)
+        n, bh, key_dim, out = sizes(qkv, heads)
+        scale = key_dim**-0.5 * math.log2(math.e)
+        grid = lambda tile: (triton.cdiv(n, tile["BM"]), bh)  # noqa: E731
+        triton_attention[grid](qkv, out, n, bh, scale, precision, key_dim, 2 * key_dim)
+        return out
+
+    return run
+
+
+@triton.jit
+def triton_pack(qkv, packed, N, BH, K: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)  # section, bh, n
+    section, bh, n, d = i // (BH * N), i // N % BH, i % N, tl.arange(0, K)
+    tl.store(packed + i * K + d, tl.load(qkv + ((bh * 4 + section) * K + d) * N + n))
+
+
+@triton.jit
+def triton_merge(lo, hi, out, N, K: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)  # bh, n
+    bh, n, d = i // N, i % N, tl.arange(0, K)
+    tl.store(out + (bh * 2 * K + d) * N + n, tl.load(lo + i * K + d))
+    tl.store(out + (bh * 2 * K + K + d) * N + n, tl.load(hi + i * K + d))
+
+
+def original(warps):
+    """The pipeline of vision-rs 0.1.1: pack, attention over V_lo and over V_hi, a program a query row, merge."""
+
+    def run(qkv, heads):
+        n, bh, key_dim, out = sizes(qkv, heads)
+        packed = torch.empty((4, bh, n, key_dim), device="cuda", dtype=qkv.dtype)
+        halves, l = torch.empty_like(packed[:2]), torch.empty((bh, n), device="cuda")
+        triton_pack[(4 * bh * n,)](qkv, packed, n, bh, key_dim)
+        q, k, *values = packed
+        for v, o in zip(values, halves, strict=True):
+            triton_forward[(n, bh)](q, k, v, o, l, n, n, key_dim**-0.5, HEAD_DIM=key_dim, num_warps=warps)
+        triton_merge[(bh * n,)](*halves, out, n, key_dim)
         return out
 
     return run
@@ -137,15 +194,21 @@ def ours(precision=None):
     return run
 
 
-def contestants(dtype):
+def contestants(dtype, n, key_dim):
     """{name: (function, precision class)}."""
     b = SDPBackend
+    if key_dim != KEY_DIM:
+        peer, name = (b.EFFICIENT_ATTENTION, "mem-efficient") if dtype == "float32" else (b.FLASH_ATTENTION, "flash")
+        core = sdpa_core(peer, dtype != "float32")
+        return {"numba-psa": (ours(), dtype), "torch eager": (eager, dtype), f"SDPA {name}, core": (core, dtype)}
     if dtype == "float32":
         return {
             "numba-psa": (ours(), dtype),
             "torch eager": (eager, dtype),
             "SDPA mem-efficient, core": (sdpa_core(b.EFFICIENT_ATTENTION, False), dtype),
             "Triton fused": (triton_fused("ieee"), dtype),
+            **({"original in Triton": (original(4), dtype)} if n < 1000 else {}),
+            **({"original in Triton, 1 warp": (original(1), dtype)} if n < 1000 else {}),
             "numba-psa, TF32": (ours("tf32"), "tf32"),
             "Triton fused, TF32": (triton_fused("tf32"), "tf32"),
         }
@@ -183,8 +246,9 @@ def host_us(run, calls=400):
 def truth_of(qkv, heads):
     """float64, a slice of queries at a time."""
     q, k, v = split(qkv.double(), heads)
-    parts = [v @ ((q[..., i : i + 1024].mT @ k) * KEY_DIM**-0.5).softmax(-1).mT for i in range(0, q.shape[-1], 1024)]
-    return torch.cat(parts, -1).reshape(qkv.shape[0], heads * HEAD_DIM, *qkv.shape[2:])
+    scale = q.shape[-2] ** -0.5
+    parts = [v @ ((q[..., i : i + 1024].mT @ k) * scale).softmax(-1).mT for i in range(0, q.shape[-1], 1024)]
+    return nchw(torch.cat(parts, -1), qkv)
 
 
 def measure(name, run, kind, qkv, heads, truth):
@@ -198,17 +262,18 @@ def measure(name, run, kind, qkv, heads, truth):
         "height": height,
         "width": width,
         "n": height * width,
+        "key_dim": qkv.shape[1] // (4 * heads),
     }
     try:
         result = run(qkv, heads)
-        if result.shape != truth.shape:  # a core peer's [B, heads, N, 64]
-            result = result.transpose(-2, -1).reshape(truth.shape)
+        if result.shape != truth.shape:  # a core peer's [B, heads, N, width]
+            result = nchw(result.transpose(-2, -1), qkv)
         row["error"] = float((result.double() - truth).norm() / truth.norm())
         if not row["error"] < LIMIT[kind] * (1 if name.startswith("numba-psa") else 10):
             raise ValueError(f"error {row['error']:.1e}")
         row["gpu_us"] = gpu_us(lambda: run(qkv, heads))
         row["host_us"] = host_us(lambda: run(qkv, heads), 400 if row["gpu_us"] < 60 else 20)
-        row["tflops"] = round(2 * batch * heads * row["n"] ** 2 * (KEY_DIM + HEAD_DIM) / row["gpu_us"] / 1e6, 1)
+        row["tflops"] = round(2 * batch * heads * row["n"] ** 2 * 3 * row["key_dim"] / row["gpu_us"] / 1e6, 1)
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {error}"[:200]
     return row
@@ -223,11 +288,38 @@ def exponentials(out, rounds):
     out[cuda.blockIdx.x] = x0 + x1 + x2 + x3
 
 
+# ---- compiling --------------------------------------------------------------------------------------------------------
+def compile_one(job):
+    """One of Triton's variants, or one of our kernels, into its cache on disk."""
+    dtype, height, width, heads, precision, i = job
+    qkv = torch.zeros(1, heads * 4 * KEY_DIM, height, width, device="cuda", dtype=getattr(torch, dtype))
+    if i is None:
+        fused.plan_psa_attention(PSAShape.from_qkv(qkv.shape, heads), dtype, precision=precision)
+        return
+    n, bh, key_dim, out = sizes(qkv, heads)
+    tile = TILES[i]
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    triton_attention.fn[(1, 1)](qkv, out, n, bh, 1.0, precision, key_dim, 2 * key_dim, **tile.kwargs, **options)
+
+
+def compile_all(processes):
+    """Everything that the bench runs at KEY_DIM 32, side by side: one after the other it would take minutes."""
+    jobs = []
+    for dtype in LIMIT:
+        if dtype != "tf32":
+            precisions = ("ieee", "tf32") if dtype == "float32" else ("tf32",)
+            jobs += [(dtype, 4, width, 2, p, i) for width in (8, 9) for p in precisions for i in range(len(TILES))]
+            ours = (None, "tf32") if dtype == "float32" else (None,)
+            jobs += [(dtype, height, width, b * heads, p, None) for b, heads, height, width in SHAPES for p in ours]
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_one, jobs))
+
+
 def ceilings():
     """What the device does at best: copy, matrix products, exponentials."""
     x = torch.empty(2**28, device="cuda", dtype=torch.float32).normal_()
     y = torch.empty_like(x)
-    found = {"copy_GB_s": round(2 * x.nbytes / gpu_us(lambda: y.copy_(x)) / 1e3)}
+    found = {"copy_GB_s": round(2 * x.nbytes / gpu_us(lambda: torch.neg(x, out=y)) / 1e3)}
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.float16) for _ in range(2))
     found["matmul_f16_TFLOP_s"] = round(2 * 8192**3 / gpu_us(lambda: a @ b) / 1e6)
     out, rounds = torch.empty(132 * 16, device="cuda"), 4096
@@ -244,7 +336,7 @@ def ceilings():
 def layout_rows():
     """The layout kernels as a share of a device copy's bandwidth for as many bytes."""
     rows = []
-    for dtype in (torch.float16, torch.float32):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
         qkv = torch.randn(32, 512, 40, 40, device="cuda").to(dtype)
         half = fused.psa_pack_qkv(qkv, 4)[2].clone()
         other = torch.empty_like(qkv)
@@ -302,28 +394,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="")
+    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1), help="that compile")
     parser.add_argument("--dtypes", default="float16,float32,bfloat16")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
+    start = time.perf_counter()
+    compile_all(options.processes)
     report = {
         "provenance": provenance(options.commit),
         "ceilings": ceilings(),
         "host_us": plan_rows(),
         "layout": layout_rows(),
+        "mirror": [bench_mirror("flash_attention2_forward", bh, 400, KEY_DIM) for bh in (2, 8)],
         "rows": [],
     }
     print(json.dumps({key: report[key] for key in report if key != "rows"}), flush=True)
     for dtype in options.dtypes.split(","):
-        for batch, heads, height, width in SHAPES if dtype != "bfloat16" else SHAPES[4:6]:
-            qkv = torch.randn(batch, heads * 4 * KEY_DIM, height, width, device="cuda").to(getattr(torch, dtype))
+        for batch, heads, height, width, *other in SHAPES + WIDTHS if dtype != "bfloat16" else SHAPES[4:6]:
+            key_dim = other[0] if other else KEY_DIM
+            qkv = torch.randn(batch, heads * 4 * key_dim, height, width, device="cuda").to(getattr(torch, dtype))
             truth = truth_of(qkv, heads)
-            for name, (run, kind) in contestants(dtype).items():
+            for name, (run, kind) in contestants(dtype, height * width, key_dim).items():
                 row = measure(name, run, kind, qkv, heads, truth)
                 report["rows"].append(row)
                 result = row.get("failed") or " ".join(
                     f"{key} {row[key]:.3g}" for key in ("gpu_us", "host_us", "tflops", "error")
                 )
-                print(f"{dtype} B{batch} h{heads} N{row['n']} {name:26s} {result}", flush=True)
+                print(f"{dtype} B{batch} h{heads} N{row['n']} K{key_dim} {name:26s} {result}", flush=True)
+            report["seconds"] = round(time.perf_counter() - start, 1)
             if options.out:
                 options.out.write_text(json.dumps(report, indent=1))
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 import triton
 
-from numba_psa.cuda.choice import Problem
-from numba_psa.cuda.forward import SIGNATURE, make_forward
+from numba_psa.cuda.choice import Choice, Problem
+from numba_psa.cuda.forward import make_forward
 from numba_psa.cuda.forward_tf32 import make_forward_tf32
 from numba_psa.cuda.forward_wgmma import make_forward_wgmma
 from numba_psa.cuda.forward_wgmma_tf32 import make_forward_wgmma_tf32
-from numba_psa.cuda.launching import architecture, head_runs, kernel
-from numba_psa.cuda.plans import device_scale
+from numba_psa.cuda.launching import architecture
+from numba_psa.cuda.plans import Launcher, device_scale
 from numba_psa.cuda.tiles import MmaTileConfig, Tf32TileConfig
 from numba_psa.cuda.tiles_wgmma import Tf32WarpgroupTileConfig, WarpgroupTileConfig
 from numba_psa.numerics import float_dtype
@@ -77,18 +77,14 @@ def main() -> None:
                     key_dim=key_dim, value_dim=2 * key_dim, copy=problem.copy, arch=arch, **precision, **fields
                 )
                 start = time.perf_counter()
-                run = kernel(make, config, SIGNATURE)
+                run = Launcher(problem, Choice(make, config))
                 row["compile_s"] = round(time.perf_counter() - start, 2)
                 out = torch.full((batch, heads * 2 * key_dim, n), float("nan"), device="cuda", dtype=dtype)
                 part, scale = key_dim * n * qkv.element_size(), device_scale(key_dim**-0.5)
-                assert len(head_runs(batch * heads)) == 1
-                grid, pointers = (
-                    (-(-n // config.BM), batch * heads, 1),
-                    (qkv.data_ptr(), qkv.data_ptr() + part, qkv.data_ptr() + 2 * part),
-                )
+                at = qkv.data_ptr()
 
-                def launch(run=run, grid=grid, pointers=pointers, out=out, n=n, scale=scale):
-                    run(grid, torch.cuda.current_stream().cuda_stream, *pointers, out.data_ptr(), 0, n, n, scale)
+                def launch(run=run, at=at, part=part, out=out, scale=scale):
+                    run(torch.cuda.current_stream().cuda_stream, at, at + part, at + 2 * part, out.data_ptr(), 0, scale)
 
                 launch()
                 torch.cuda.synchronize()

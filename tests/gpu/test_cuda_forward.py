@@ -264,9 +264,9 @@ def test_streams_and_plans():
 
 def test_a_cuda_graph_and_torch():
     torch = pytest.importorskip("torch")
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        qkv = torch.randn(2, 256, 20, 20, device="cuda").to(dtype)
-        out = torch.full((2, 128, 20, 20), float("nan"), device="cuda", dtype=dtype)
+    for dtype, width in ((torch.float16, 20), (torch.float16, 21), (torch.bfloat16, 20), (torch.float32, 20)):
+        qkv = torch.randn(8, 256, 19, width, device="cuda").to(dtype)
+        out = torch.full((8, 128, 19, width), float("nan"), device="cuda", dtype=dtype)
         cuda.psa_attention(qkv, 2, out=out)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -88,7 +88,6 @@ BAD_CONFIGS = [
     (tiles.MmaTileConfig, {"copy": 3}, "copy must be"),
     (tiles.MmaTileConfig, {"key_dim": 129}, "1 to 128"),
     (tiles.MmaTileConfig, {"realigned": True}, "odd places"),
-    (tiles_wgmma.WarpgroupTileConfig, {"arch": 90, "realigned": True, "copy": 2, "stages": 4}, "exactly 3 stages"),
     (tiles.MmaTileConfig, {"arch": 75}, "needs sm_80"),
     (tiles.Tf32TileConfig, {"BN": 16}, "multiple of 32"),
     (tiles.Tf32TileConfig, {"copy": 2}, "copy must be"),

@@ -13,6 +13,7 @@ import pytest
 
 from numba_psa import OPERATIONS
 from numba_psa._numba_cuda import SIMULATED, cuda
+from numba_psa.cuda.align import AlignConfig, make_align_rows, pitch_of
 from numba_psa.cuda.forward import make_forward
 from numba_psa.cuda.forward_tf32 import make_forward_tf32
 from numba_psa.cuda.forward_wgmma import make_forward_wgmma
@@ -66,6 +67,12 @@ def run(make, config, given):
         row = n_keys * q.itemsize
         first = qkv.ctypes.data
         pointers = [first, first + config.key_dim * row, first + 2 * config.key_dim * row, out.ctypes.data]
+    if config.packed:
+        align = AlignConfig(config.key_dim)
+        rows = np.full(heads * align.bytes(n_keys) // 2, np.nan, q.dtype)
+        aligner = cuda.jit(make_align_rows(align))
+        aligner[(align.blocks(n_keys), heads), align.threads](pointers[1], rows.ctypes.data, n_keys, heads)
+        pointers[1:3] = rows.ctypes.data, rows.ctypes.data + 2 * config.key_dim * pitch_of(n_keys)
     grid = -(-n_queries // config.BM), heads
     scale = np.float32(device_scale(given["softmax_scale"]))
     kernel = cuda.jit(make(config))

@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 from bad_input import BAD_CALLS
 
-from numba_psa import DTypeError, ParameterError, PSAShape, ShapeError, cuda, oracle
+from numba_psa import OPERATIONS, DTypeError, ParameterError, PSAShape, ShapeError, cuda, oracle
 from numba_psa._numba_cuda import to_device, to_host
+from numba_psa.cuda import plans
+from numba_psa.cuda.choice import Choice, Problem
 from numba_psa.cuda.dlpack import Lent, lent
+from numba_psa.cuda.forward_wgmma import make_forward_wgmma
+from numba_psa.cuda.tiles_wgmma import WarpgroupTileConfig
 from numba_psa.shapes import AttentionShape
+from numba_psa.testing.check import check
 
 LAYOUT = ("psa_pack_qkv", "psa_extract_v_nchw", "psa_merge_attn_nchw")
 HALF, BRAIN, SINGLE = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -68,6 +73,22 @@ def test_plans_refuse_what_they_are_not_for():
         cuda.plan_psa_attention(qkv.shape, HALF)
     with pytest.raises(ParameterError, match="no multiple of the 2 bytes"):
         plan(qkv.ctypes.data + 1, out.ctypes.data)
+
+
+def test_keys_at_odd_places_are_aligned_first(monkeypatch):
+    """A kernel on warpgroup products and the one before it; more heads than the memory between them holds."""
+    shape = PSAShape(1, 2, 8, 1, 67)
+    qkv = np.random.default_rng(3).standard_normal(shape.qkv).astype(HALF)
+    out, l = np.full(shape.out, np.nan, HALF), np.full(shape.l, np.nan, SINGLE)
+    config = WarpgroupTileConfig(8, 16, saves_l=True, copy=2, realigned=True, stages=3, tail=16, arch=90)
+    problem = Problem(shape.bh, shape.n, shape.n, 8, 16, HALF, saves_l=True)
+    monkeypatch.setattr(plans.Aligner, "MOST", 1)
+    launch, part = plans.Launcher(problem, Choice(make_forward_wgmma, config)), 8 * 2 * shape.n
+    at = qkv.ctypes.data
+    launch(0, at, at + part, at + 2 * part, out.ctypes.data, l.ctypes.data, plans.device_scale(8**-0.5))
+    verdicts = check(OPERATIONS["psa_attention"], {"qkv": qkv, "num_heads": 2}, {"out": out})
+    assert all(verdict.passed for verdict in verdicts.values()), verdicts
+    np.testing.assert_allclose(l, oracle.psa_attention(qkv, 2, save_for_backward=True)[1][1], rtol=1e-6, atol=1e-6)
 
 
 class OnlyDLPack:

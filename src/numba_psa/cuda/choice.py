@@ -115,13 +115,12 @@ def candidates(problem: Problem, arch: int, multiprocessors: int) -> Iterator[Ca
         yield from _float32(problem, arch, few, some)
         return
     if few and not problem.tokens_first:
-        yield make_forward, MmaTileConfig, {"query_warps": 1, "key_warps": 4, "BN": 64, "stages": 3}
+        fields = {"key_warps": 8, "BN": 32} if problem.realigned else {"key_warps": 4, "BN": 64}
+        yield make_forward, MmaTileConfig, fields | {"query_warps": 1, "stages": 3}
         yield make_forward, MmaTileConfig, {"query_warps": 1, "key_warps": 4, "BN": 32}
     if arch == 90 and not problem.tokens_first:
         if some:
-            fields = (
-                {"key_groups": 3, "stages": 3 if problem.realigned else 5} if problem.n_keys > 512 else {"key_groups": 2}
-            )
+            fields = {"key_groups": 3, "stages": 5} if problem.n_keys > 512 else {"key_groups": 2}
             yield make_forward_wgmma, WarpgroupTileConfig, {"stages": 3} | fields
             yield make_forward_wgmma, WarpgroupTileConfig, {"key_groups": 2, "stages": 3}
         yield from _warpgroups(problem)
@@ -131,12 +130,9 @@ def candidates(problem: Problem, arch: int, multiprocessors: int) -> Iterator[Ca
 
 
 def _warpgroups(problem: Problem) -> Iterator[Candidate]:
-    """Blocks of 64 queries, three or four to a multiprocessor; of 128 where rows are realigned, to share the work."""
+    """Blocks of 64 queries, three or four to a multiprocessor."""
     wide, tail = problem.key_dim > 32, padded(problem.n_keys % 64, 16)
-    if problem.realigned:
-        fields = {"tail": tail, "stages": 3, "warpgroups": 2}
-        yield make_forward_wgmma, WarpgroupTileConfig, fields | {"blocks_per_sm": 1 if wide else 2}
-    elif problem.n_keys >= 4096 and not wide:
+    if problem.n_keys >= 4096 and not wide:
         fields = {"BN": 128, "tail": padded(problem.n_keys % 128, 16), "stages": 3, "blocks_per_sm": 3}
         yield make_forward_wgmma, WarpgroupTileConfig, fields
     else:

@@ -86,8 +86,7 @@ def make_forward(config):
         else:
             stage_query(tile, shared, head.q, n_queries, first_query, at.tid)
         for j in range(tile.stages - 1):
-            target = ring + j * tile.stage_bytes
-            start_copy(tile, stage_keys_values, target, target, head, n_keys, j * block, at.tid)
+            start_copy(tile, stage_keys_values, ring + j * tile.stage_bytes, head, n_keys, j * block, at.tid)
 
         stage, ahead = 0, (tile.stages - 1) * tile.stage_bytes  # the stage being read, the stage being filled
         for j in range((n_keys + block - 1) // block):
@@ -98,8 +97,7 @@ def make_forward(config):
                     load_query_shifted(tile, q, shared, head.q, n_queries, first_row, at.lane, scale)
                 else:
                     load_query(tile, q, queries, scale)
-            target = ring + ahead
-            start_copy(tile, stage_keys_values, target, target, head, n_keys, (j + tile.stages - 1) * block, at.tid)
+            start_copy(tile, stage_keys_values, ring + ahead, head, n_keys, (j + tile.stages - 1) * block, at.tid)
             keys_left = n_keys - j * block - at.key_warp * tile.BN
             if keys_left > 0:
                 if tile.realigned:

@@ -54,7 +54,7 @@ def make_forward_tf32(config):
         values = ring + mine + tile.values_offset + (at.lane >> 2) * tile.value_stride + 32 * column
         stage_query(tile, shared, head.q, n_queries, first_query, at.tid)
         for j in range(tile.stages - 1):
-            start_copy(tile, stage_keys_values, ring + j * tile.stage_bytes, 0, head, n_keys, j * block, at.tid)
+            start_copy(tile, stage_keys_values, ring + j * tile.stage_bytes, head, n_keys, j * block, at.tid)
 
         stage, ahead = 0, (tile.stages - 1) * tile.stage_bytes  # the stage being read, the stage being filled
         for j in range((n_keys + block - 1) // block):
@@ -62,7 +62,7 @@ def make_forward_tf32(config):
             barrier()
             if j == 0:
                 load_query_tf32(tile, q_high, q_low, queries, scale)
-            start_copy(tile, stage_keys_values, ring + ahead, 0, head, n_keys, (j + tile.stages - 1) * block, at.tid)
+            start_copy(tile, stage_keys_values, ring + ahead, head, n_keys, (j + tile.stages - 1) * block, at.tid)
             keys_left = n_keys - j * block - at.key_warp * tile.BN
             if keys_left > 0:
                 if tile.exact and not tile.keeps_query:

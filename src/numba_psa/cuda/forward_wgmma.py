@@ -17,6 +17,7 @@ from numba_psa.cuda.device import (
     named_barrier,
     shared_address,
     step,
+    wait_for_previous_kernel,
     wgmma_scores,
     wgmma_values,
     wgmma_wait,
@@ -38,7 +39,7 @@ from numba_psa.cuda.fragments import (
 )
 from numba_psa.cuda.heads import heads_of
 from numba_psa.cuda.merge import merge_key_warps
-from numba_psa.cuda.realign import copy_queries, load_query_shifted, realign_block, start_copy
+from numba_psa.cuda.realign import copy_queries, load_query_shifted, start_copy
 from numba_psa.cuda.staging import (
     keys_descriptor,
     next_stage,
@@ -65,11 +66,11 @@ def wait_for_stage(tile, group):
 
 def make_forward_wgmma(config):
     """The kernel for one WarpgroupTileConfig. It closes over integers only, so that its compiled form can be cached."""
-    tile = config.constants()
+    tile, aligned = config.constants(), config.aligned().constants()
     Q, P, S, ACC, ROWS, P_TAIL, S_TAIL = config.fragment_shapes
     KEY_PAD, VALUE_PAD, TILE_BYTES, BF16 = config.key_pad, config.value_pad, config.tile_bytes, int(config.bf16)
-    LEAD = config.stages - 2 + config.realigned  # blocks on their way when a turn begins
-    BN, TAIL, GROUPS, SPARE = config.BN, config.tail, config.key_groups, config.realign_shape
+    LEAD = config.stages - 2  # blocks on their way when a turn begins
+    BN, TAIL, GROUPS = config.BN, config.tail, config.key_groups
 
     @step
     def start_products(s, q, keys, acc, p_before, values_before, BLOCK):
@@ -100,28 +101,29 @@ def make_forward_wgmma(config):
         steepness = abs(scale)
 
         q, p = cuda.local.array(Q, uint32), cuda.local.array(P, uint32)
-        s, acc, words = cuda.local.array(S, float32), cuda.local.array(ACC, float32), cuda.local.array(SPARE, uint32)
+        s, acc = cuda.local.array(S, float32), cuda.local.array(ACC, float32)
         m_i, l_i, alpha = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         start(m_i, l_i, acc, steepness)
 
         ring = shared + tile.group_bytes * at.key_warp  # this key group's own stages
-        raw = ring + tile.raw_offset
         queries = block_address(shared + tile.query_offset + 2 * first_row, tile.query_stride, at.lane, False)
         values = ring + tile.values_offset
         stager = at.tid - tile.stagers * at.key_warp
+        pitch = (n_keys + 7) // 8 * 8 if tile.packed else n_keys  # keys from a row to the next
+        if tile.packed:
+            wait_for_previous_kernel()  # keys and values have been aligned by it
         if tile.realigned:
             copy_queries(tile, shared + tile.query_offset, head.q, n_queries, first_query, at.tid)
         else:
             stage_query(tile, shared + tile.query_offset, head.q, n_queries, first_query, at.tid)
         for j in range(LEAD):
-            target, aside, first = ring + j * tile.stage_bytes, raw + j * tile.raw_bytes, (j * GROUPS + at.key_warp) * BN
-            start_copy(tile, stage_swizzled, target, aside, head, n_keys, first, stager)
+            first = (j * GROUPS + at.key_warp) * BN
+            start_copy(aligned, stage_swizzled, ring + j * tile.stage_bytes, head, pitch, first, stager)
         no_probabilities(p)  # block -1 is no special turn: 0 times zeros
         before = no_values(tile, ring + tile.query_offset, stager)
         wait_for_copies(LEAD - 1)
         barrier()
         if tile.realigned:
-            realign_block(tile, words, ring, raw, head.k, n_keys, stager)
             load_query_shifted(tile, q, shared + tile.query_offset, head.q, n_queries, first_row, at.lane, scale)
         else:
             load_query(tile, q, queries, scale)
@@ -132,12 +134,10 @@ def make_forward_wgmma(config):
         n_blocks = n_keys // BN if GROUPS == 1 else ((n_keys + BN - 1) // BN - at.key_warp + GROUPS - 1) // GROUPS
         for j in range(n_blocks):
             wait_for_stage(tile, at.key_warp)
-            aside, first = raw + (j & 1) * tile.raw_bytes, ((j + LEAD) * GROUPS + at.key_warp) * BN
-            start_copy(tile, stage_swizzled, ring + ahead, aside, head, n_keys, first, stager)
+            first = ((j + LEAD) * GROUPS + at.key_warp) * BN
+            start_copy(aligned, stage_swizzled, ring + ahead, head, pitch, first, stager)
             valid = BN if GROUPS == 1 else n_keys - (j * GROUPS + at.key_warp) * BN
             start_products(s, q, keys_descriptor(ring + stage, tile.tile_bytes), acc, p, before, BN)
-            if tile.realigned and ((j + 1) * GROUPS + at.key_warp) * BN < n_keys:
-                realign_block(tile, words, ring + ahead, raw + (j + 1 & 1) * tile.raw_bytes, head.k, n_keys, stager)
             attend(s, p, m_i, l_i, acc, alpha, steepness, shared, at.lane, valid, BN)
             before = values_descriptor(values + stage)
             stage, ahead = next_stage(tile, stage), next_stage(tile, ahead)

@@ -116,7 +116,7 @@ def make_forward_wgmma_tf32(config):
         stage_query(tile, shared + tile.query_offset, head.q, n_queries, first_query, at.tid)
         for j in range(2):
             first = (j * GROUPS + at.key_warp) * BN
-            start_copy(tile, stage_swizzled, arriving + j * tile_bytes, 0, head, n_keys, first, stager)
+            start_copy(tile, stage_swizzled, arriving + j * tile_bytes, head, n_keys, first, stager)
         wait_for_copies(1)
         barrier()
         queries = shared + tile.query_offset + (at.lane & 3) * tile.query_stride + 4 * row
@@ -131,7 +131,7 @@ def make_forward_wgmma_tf32(config):
             offset = now * split_bytes >> 4
             wgmma_tf32(s, q_high, q_low, keys + offset, keys + offset + (tile_bytes >> 4), BN, 32, EXACT)  # S = Q K^T
             later = ((j + 2) * GROUPS + at.key_warp) * BN
-            start_copy(tile, stage_swizzled, arriving + now * tile_bytes, 0, head, n_keys, later, stager)
+            start_copy(tile, stage_swizzled, arriving + now * tile_bytes, head, n_keys, later, stager)
             if j + 1 < n_blocks:
                 split_block(tile, high, low, arriving + next_ * tile_bytes, blocks + next_ * split_bytes, stager)
             wgmma_wait(0, s, BN)

@@ -23,7 +23,7 @@ def heads_of(tile, head, q, k, v, out, l, n_queries, n_keys):
 
     Channels first: q, k and v lie in qkv `[BH][KEY_DIM q, KEY_DIM k, 2*KEY_DIM v][N]`, out is `[BH][2*KEY_DIM][N]`.
     Tokens first: q `[BH][n_ctx_q][D]`, k `[BH][n_ctx_k][D]`, v `[BH][n_ctx_k][Dv]`, out `[BH][n_ctx_q][Dv]`.
-    l is `[BH][n_ctx_q]`, float32.
+    l is `[BH][n_ctx_q]`, float32. Packed: k and v are not in qkv but `[BH][KEY_DIM k, 2*KEY_DIM v][pitch]` (align.py).
     """
     if tile.tokens_first:
         q += head * n_queries * (tile.item * tile.key_dim)
@@ -32,6 +32,8 @@ def heads_of(tile, head, q, k, v, out, l, n_queries, n_keys):
     else:
         slab = head * n_keys * (tile.item * (2 * tile.key_dim + tile.value_dim))
         q += slab
+        if tile.packed:
+            slab = head * ((n_keys + 7) // 8 * 8) * (tile.item * (tile.key_dim + tile.value_dim))
         k += slab
         v += slab
     out += head * n_queries * (tile.item * tile.value_dim)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
+
+import numpy as np
 
 from numba_psa._numba_cuda import MAX_GRID_Y, SIMULATED, cuda, require_device
 from numba_psa.cuda.compiling import cubin_of, entry_of
@@ -88,8 +91,13 @@ class Kernel:
 
     def bound(self, grid: tuple[int, int, int]) -> Callable[[int, tuple], None]:
         """`launch(stream, arguments)` on one grid, with least host work."""
-        if SIMULATED or self._overlaps:
+        if SIMULATED:
             return lambda stream, arguments: self(grid, stream, *arguments)
+        if self._overlaps:
+            early, call = cache(partial(self._early, grid)), self._driver.cuLaunchKernelEx
+            return lambda stream, arguments: checked(
+                call(early(stream), self._function, (arguments, self._types), 0), "cuLaunchKernelEx"
+            )
         call = partial(self._driver.cuLaunchKernel, self._function, *grid, *self._block, self._shared)
         types = self._types
 
@@ -131,9 +139,42 @@ def kernel(make: Callable[[Any], Callable], config: Any, signature: Any) -> Kern
     return _loaded(make, config, signature, current_device())
 
 
-def head_runs(heads: int) -> list[tuple[int, int]]:
+def head_runs(heads: int, most: int = MAX_GRID_Y) -> list[tuple[int, int]]:
     """(first, count) of runs of heads that fit the y axis of a grid."""
-    return [(first, min(MAX_GRID_Y, heads - first)) for first in range(0, heads, MAX_GRID_Y)]
+    return [(first, min(most, heads - first)) for first in range(0, heads, most)]
+
+
+# ---- memory for the time of a launch ----------------------------------------------------------------------------------
+@cache
+def _pool(device: int) -> Any:
+    """A pool of this package's own, which keeps what is given back to it."""
+    from cuda.bindings import driver
+
+    properties = driver.CUmemPoolProps()
+    properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = device
+    pool = checked(driver.cuMemPoolCreate(properties), "cuMemPoolCreate")
+    keep = driver.cuuint64_t(2**64 - 1)
+    threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    checked(driver.cuMemPoolSetAttribute(pool, threshold, keep), "cuMemPoolSetAttribute")
+    return pool
+
+
+@contextmanager
+def borrowed(count: int, stream: int, device: int) -> Iterator[int]:
+    """The address of `count` bytes for what is launched on a stream meanwhile. Waits for nothing; graphs can capture it."""
+    if SIMULATED:
+        memory = np.empty(count + 16, np.uint8)
+        yield memory.ctypes.data + 15 & ~15
+        return
+    from cuda.bindings import driver
+
+    pointer = checked(driver.cuMemAllocFromPoolAsync(count, _pool(device), stream), "cuMemAllocFromPoolAsync")
+    try:
+        yield int(pointer)
+    finally:
+        checked(driver.cuMemFreeAsync(pointer, stream), "cuMemFreeAsync")
 
 
 def checked(answer: tuple, call: str) -> Any:

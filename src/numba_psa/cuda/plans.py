@@ -6,6 +6,8 @@ threads may share one; calls on different streams run side by side.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from math import copysign, gcd
@@ -13,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from numba_psa._numba_cuda import SIMULATED, cuda
+from numba_psa._numba_cuda import MAX_GRID_Y, SIMULATED, cuda
+from numba_psa.cuda.align import ALIGN_SIGNATURE, AlignConfig, make_align_rows, pitch_of
 from numba_psa.cuda.choice import Choice, Problem, choose
 from numba_psa.cuda.forward import SIGNATURE
-from numba_psa.cuda.launching import architecture, current_device, head_runs, kernel
+from numba_psa.cuda.launching import architecture, borrowed, current_device, head_runs, kernel
 from numba_psa.cuda.views import dtype_of, kind_of, stream_handle
 from numba_psa.errors import DTypeError, ParameterError
 from numba_psa.numerics import FLOAT32, FLOAT64, LOG2E, check_scale, float_dtype
@@ -147,7 +150,6 @@ class Launcher:
         self._kernel = kernel(self.choice.make, self.choice.config, SIGNATURE)
         self._n_queries, self._n_keys = problem.n_queries, problem.n_keys
         self._blocks = -(-problem.n_queries // self.choice.config.BM)
-        self._runs = head_runs(problem.heads)
         item = problem.dtype.itemsize
         q, k, v = (
             n * width
@@ -159,15 +161,42 @@ class Launcher:
         )
         slab = (q, k, v) if problem.tokens_first else (q + k + v,) * 3
         self._strides = *(item * x for x in slab), item * problem.n_queries * problem.value_dim, 4 * problem.n_queries
-        self._launch = self._kernel.bound((self._blocks, problem.heads, 1)) if len(self._runs) == 1 else None
+        self._align = Aligner(problem, device) if self.choice.config.packed else None
+        self._runs = head_runs(problem.heads, self._align.heads if self._align else MAX_GRID_Y)
+        self._launch = {count: self._kernel.bound((self._blocks, count, 1)) for _, count in self._runs}
 
     def __call__(self, stream: int, q: int, k: int, v: int, out: int, l: int, scale: float) -> None:
-        if self._launch:
-            self._launch(stream, (q, k, v, out, l, self._n_queries, self._n_keys, scale))
+        if len(self._runs) == 1:
+            self._run(self._runs[0][1], stream, q, k, v, out, l, scale)
             return
         for first, count in self._runs:
             at = (address + first * stride for address, stride in zip((q, k, v, out, l), self._strides, strict=True))
-            self._kernel((self._blocks, count, 1), stream, *at, self._n_queries, self._n_keys, scale)
+            self._run(count, stream, *at, scale)
+
+    def _run(self, heads: int, stream: int, q: int, k: int, v: int, out: int, l: int, scale: float) -> None:
+        if self._align is None:
+            self._launch[heads](stream, (q, k, v, out, l, self._n_queries, self._n_keys, scale))
+            return
+        with self._align(heads, stream, k) as (keys, values):
+            self._launch[heads](stream, (q, keys, values, out, l, self._n_queries, self._n_keys, scale))
+
+
+class Aligner:
+    """Keys and values brought to aligned rows for the kernel after it: `with aligner(heads, stream, k) as (k, v)`."""
+
+    MOST = 2**28
+    """Bytes that it takes at a time; more heads than fit go in several launches."""
+
+    def __init__(self, problem: Problem, device: int):
+        self._config, self._device, self._n = AlignConfig(problem.key_dim), device, problem.n_keys
+        self._kernel = kernel(make_align_rows, self._config, ALIGN_SIGNATURE)
+        self.heads = max(1, min(MAX_GRID_Y, self.MOST // self._config.bytes(self._n)))
+
+    @contextmanager
+    def __call__(self, heads: int, stream: int, k: int) -> Iterator[tuple[int, int]]:
+        with borrowed(heads * self._config.bytes(self._n), stream, self._device) as memory:
+            self._kernel((self._config.blocks(self._n), heads, 1), stream, k, memory, self._n, heads)
+            yield memory, memory + 2 * self._config.key_dim * pitch_of(self._n)
 
 
 @cache

@@ -1,8 +1,8 @@
 """Rows that begin at odd places.
 
 Where N is no multiple of 8, channel rows of 16-bit values begin at any even address. Then (`tile.realigned`) the aligned
-16 bytes that hold them are copied in the background. The mma.sync kernel builds its operands from them as they lie, for
-each of its warps reads them once; for wgmma they are moved to their place a block later, beside the products.
+16 bytes that hold them are copied in the background, and operands are built from them as they lie. wgmma cannot: its keys
+and values have been aligned before (`tile.packed`, align.py), its queries are read so.
 """
 
 from __future__ import annotations
@@ -19,37 +19,38 @@ from numba_psa.cuda.device import (
     ld_shared_u16,
     ld_shared_u32,
     st_shared_u32,
-    st_shared_v2_u32,
     step,
 )
 from numba_psa.cuda.fragments import ZERO, fill, mma, pack_probabilities
 
 
 @step
-def rows_a_pass_of(threads, lanes):
-    """Rows that `threads` move at once: a multiple of 8 if that can be, for rows 8 apart begin at the same odd place."""
-    rows = threads // lanes
-    return rows // 8 * 8 if rows >= 8 else rows
-
-
-@step
 def copy_rows(threads, raw, stride, source, n_tokens, rows, columns, first, gap_at, gap, tid):
     """The aligned chunks that hold `columns` tokens of channel rows, from token `first` on; zeros after the last token.
 
-    From row `gap_at` on they lie `gap` rows further. first is a multiple of 8, so that rows begin where they do at token 0.
+    From row `gap_at` on they lie `gap` rows further. A row takes columns / 8 chunks, and mostly one more.
     """
-    chunks, row_bytes = columns // 8 + 1, 2 * n_tokens
-    rows_a_pass = rows_a_pass_of(threads, chunks)
-    lead, chunk = tid // chunks, tid % chunks
+    row_bytes, left = 2 * n_tokens, int32(2 * (n_tokens - first))
     source += 2 * first
+    lanes = columns // 8
+    rows_a_pass = threads // lanes if threads > lanes else 1
+    lead, chunk = tid // lanes, tid % lanes
     for i in range((rows + rows_a_pass - 1) // rows_a_pass):
         row = lead + i * rows_a_pass
-        if lead < rows_a_pass and row < rows:
-            misplaced = source + (row if rows_a_pass % 8 else lead) * row_bytes & 15
-            count = min(max(int32(2 * (n_tokens - first) + misplaced - 16 * chunk), 0), 16)
-            at = source + row * row_bytes - misplaced + 16 * chunk
+        if (threads % lanes == 0 or lead < rows_a_pass) and (rows % rows_a_pass == 0 or row < rows):
             place = row if row < gap_at else row + gap
-            cp_async_16(raw + place * stride + 16 * chunk, at, count)
+            copy_chunk_of(raw + place * stride, source + row * row_bytes, left, chunk)
+    for row in range(tid, rows, threads):
+        place = row if row < gap_at else row + gap
+        copy_chunk_of(raw + place * stride, source + row * row_bytes, left, lanes)
+
+
+@step
+def copy_chunk_of(raw, row, left, chunk):
+    """16 aligned bytes of a row that begins at `row` and has `left` bytes."""
+    misplaced = row & 15
+    count = min(max(int32(left + misplaced - 16 * chunk), 0), 16)
+    cp_async_16(raw + 16 * chunk, (row & -16) + 16 * chunk, count)
 
 
 @step
@@ -147,55 +148,13 @@ def clear_stages(tile, ring, tid):
         clear_rows(tile, ring + stage * tile.stage_bytes, tile.key_stride, tid)
 
 
-# ---- wgmma: rows to their place ------------------------------------------------------------------------------------------
+# ---- either way ---------------------------------------------------------------------------------------------------------
 @step
-def realign(tile, words, shared, raw, source, n_keys, rows, valid_rows, tid):
-    """Swizzled rows of 64 keys from raw to their place, two words a lane, shifted by half a word where a row is odd.
-
-    Several rows are read before any is written: loads and stores of shared memory cannot pass each other.
-    """
-    row_bytes, together = 2 * n_keys, words.shape[0]
-    rows_a_pass = rows_a_pass_of(tile.stagers, 16)
-    passes = (rows + rows_a_pass - 1) // rows_a_pass
-    first, pair = tid // 16, tid % 16
-    for begin in range(0, passes, together):
-        for i in range(min(together, passes - begin)):
-            row = first + (begin + i) * rows_a_pass
-            for w in range(3):
-                words[i, w] = 0
-            if row < valid_rows:
-                misplaced = source + (row if rows_a_pass % 8 else first) * row_bytes & 15
-                at = raw + row * tile.raw_stride + (misplaced & 12) + 8 * pair
-                for w in range(3):
-                    words[i, w] = ld_shared_u32(at + 4 * w)
-        for i in range(min(together, passes - begin)):
-            row = first + (begin + i) * rows_a_pass
-            if rows % rows_a_pass == 0 or row < rows:
-                shift = 8 * (source + (row if rows_a_pass % 8 else first) * row_bytes & 2)
-                low, high = funnel_shift(words[i, 0], words[i, 1], shift), funnel_shift(words[i, 1], words[i, 2], shift)
-                st_shared_v2_u32(shared + row * 128 + (8 * pair ^ 16 * (row & 7)), low, high)
-
-
-@step
-def realign_block(tile, words, shared, raw, k, n_keys, tid):
-    """A block of keys and values of a key group."""
-    for b in range(tile.BN // 64):
-        target, source = shared + b * tile.tile_bytes, raw + 128 * b
-        if tile.key_dim == tile.key_pad:  # values follow keys without a gap
-            rows = tile.key_dim + tile.value_pad
-            realign(tile, words, target, source, k, n_keys, rows, tile.key_dim + tile.value_dim, tid)
-        else:
-            v, values = k + tile.key_dim * (2 * n_keys), source + tile.key_dim * tile.raw_stride
-            realign(tile, words, target, source, k, n_keys, tile.key_pad, tile.key_dim, tid)
-            realign(tile, words, target + tile.values_offset, values, v, n_keys, tile.value_pad, tile.value_dim, tid)
-
-
-@step
-def start_copy(tile, stage_block, shared, raw, head, n_keys, first, tid):
-    """Begin to bring a block of keys and values, to its place or raw. Always closes a group of copies, even an empty one."""
+def start_copy(tile, stage_block, shared, head, n_keys, first, tid):
+    """Begin to bring a block of keys and values. Always closes a group of copies, even an empty one."""
     if int32(first) < n_keys:
         if tile.realigned:
-            copy_raw(tile, raw, head.k, n_keys, first, tid)
+            copy_raw(tile, shared, head.k, n_keys, first, tid)
         else:
             stage_block(tile, shared, head, n_keys, first, tid)
     cp_async_commit()

@@ -41,7 +41,7 @@ class Tile(NamedTuple):
     tokens_first: int  # [token][channel] in memory, FlashAttention's layout; else [channel][token], NCHW
     saves_l: int
     keeps_query: int
-    realigned: int  # rows begin at odd places: see staging.py
+    realigned: int  # rows begin at odd places: see realign.py
     stores_matrices: int
     copy: int  # bytes of one global access: every address is a multiple of it
     threads: int
@@ -61,10 +61,9 @@ class Tile(NamedTuple):
     merge_stride: int
     maxima_offset: int
     sums_offset: int
-    raw_offset: int
-    raw_stride: int
+    packed: int  # keys and values have been aligned before: see align.py
+    raw_stride: int  # mma.sync: rows as they lie
     raw_gap: int
-    raw_bytes: int
     tile_bytes: int  # wgmma: 64 keys and their values
     query_offset: int
     zeros_offset: int
@@ -94,14 +93,14 @@ class TileConfig:
     arch: int = 80
 
     # What a kernel that does not use it has.
-    bf16 = exact = scales_gradients = False
+    bf16 = exact = scales_gradients = packed = overlaps = False
     keeps_query = True
     item = 2
     query_warps = key_warps = 1
     BN = value_stride = values_offset = keys_offset = output_stride = merge_stride = maxima_offset = sums_offset = 0
     tile_bytes = query_offset = zeros_offset = tail = split_offset = split_bytes = group_bytes = query_stride = (
         key_stride
-    ) = raw_offset = 0
+    ) = 0
     revision = REVISION
     granule = 16
     smallest_arch = 80
@@ -136,10 +135,6 @@ class TileConfig:
     def raw_stride(self) -> int:
         """Keys of a row and 16 bytes more: they may begin anywhere within the first 16."""
         return 2 * self.block_keys + 16 if self.realigned else 0
-
-    @property
-    def raw_bytes(self) -> int:
-        return (self.key_dim + self.value_dim) * self.raw_stride
 
     @property
     def name(self) -> str:

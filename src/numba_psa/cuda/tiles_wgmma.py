@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from numba_psa.cuda.tiles import TileConfig, padded
@@ -38,17 +38,20 @@ class WarpgroupTileConfig(TileConfig):
         return 128 * self.warpgroups
 
     @property
-    def block_keys(self) -> int:
-        return self.BN
+    def packed(self) -> bool:
+        """Whether keys and values come aligned from a kernel before this one, which this one may overlap."""
+        return self.realigned
 
-    @property
-    def raw_offset(self) -> int:
-        return self.stages * self.stage_bytes
+    overlaps = packed
+
+    def aligned(self) -> WarpgroupTileConfig:
+        """How keys and values are read."""
+        return replace(self, realigned=False, copy=16) if self.packed else self
 
     @property
     def group_bytes(self) -> int:
-        """All that a key group has: its stages, and two raw blocks if realigned."""
-        return padded(self.raw_offset + 2 * self.raw_bytes, 1024)
+        """All stages of a key group."""
+        return self.stages * self.stage_bytes
 
     @property
     def query_warps(self) -> int:
@@ -110,11 +113,6 @@ class WarpgroupTileConfig(TileConfig):
             (1, max(self.tail // 8, 1), 4),
         )
 
-    @property
-    def realign_shape(self) -> tuple[int, int]:
-        """Words that a thread holds while it moves a block of keys to its place."""
-        return (6 if self.warpgroups == 1 else 2, 3) if self.realigned else (1, 3)
-
     @cached_property
     def shared_bytes(self) -> int:
         output = self.value_pad * self.query_stride
@@ -129,7 +127,6 @@ class WarpgroupTileConfig(TileConfig):
             (not self.tokens_first, "the wgmma kernel reads channels first"),
             (self.BN in (64, 128, 192), "BN must be 64, 128 or 192: swizzled tiles hold 64 keys"),
             (3 <= self.stages <= 5, "stages must be 3, 4 or 5: the values of the block before are still being read"),
-            (not self.realigned or self.stages == 3, "realigned blocks need exactly 3 stages"),
             (self.tail % 16 == 0 and 0 <= self.tail <= self.BN, f"tail must be a multiple of 16 up to BN = {self.BN}"),
             (self.key_groups == 1 or self.tail == 0, "several key groups mask the last block, they have no tail"),
             (self.zeros_offset + 1024 <= self.tile_bytes, "queries and zeros do not fit into the tile they borrow"),
