@@ -205,6 +205,15 @@ def test_a_convolution_without_a_kernel_is_told():
         NetworkPlan(Small(4, (1, 2)).record, 8, 8, np.dtype(np.float32))
 
 
+def test_an_enlarged_map_that_no_kernel_reads_is_told():
+    def record(run, image):
+        large, convs = run.upsample(image), Small(4).convs
+        return [run.conv(convs["first"], (large, large))]
+
+    with pytest.raises(ShapeError, match="only by a 1×1 convolution"):
+        NetworkPlan(record, 8, 8, np.dtype(np.float32))
+
+
 def test_nothing_is_kept_of_an_image():
     """NaN in one image does not reach the next one through buffers."""
     model, x = detector("yolo11"), picture(1, 3, 64, 64)

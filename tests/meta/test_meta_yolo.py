@@ -123,8 +123,8 @@ PLAN_BUGS = {
     "levels of the head one over the other": (attended, "row * count + first)", "row * count)"),
     "half the weights on the enlarged map": (
         deep,
-        "self._conv(halves[0], [large.source])",
-        "self._conv(halves[1], [large.source])",
+        "self._conv(first, [large.source])",
+        "self._conv(second, [large.source])",
     ),
     "the image's place is kept from the first call": (
         plain,

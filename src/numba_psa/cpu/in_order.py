@@ -91,6 +91,8 @@ _OFFER = _yielding()
 
 def run_in_order(steps: np.ndarray, scales: np.ndarray) -> None:
     """Rows of `steps`: address of a kernel, address of its problem, number of its items (int64); `scales` float64."""
+    if not len(steps):
+        return
     threads = numba.get_num_threads()
     if threads == 1:
         for (address, problem, items), scale in zip(steps.tolist(), scales.tolist(), strict=True):

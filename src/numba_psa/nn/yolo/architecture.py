@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from numba_psa.nn.layers import C2PSA, PSABLOCK, Bottleneck, C3k
+from numba_psa.nn.layers import C2PSA, C3k2
 from numba_psa.nn.weights import Wanted, under
 
 STRIDES = (8, 16, 32)
@@ -148,13 +148,14 @@ class Architecture:
     def _c3k2(self, row: Row, c_in: list[int], c_out: int):
         scale = SCALES[self.scale]
         n, c = scale.repeats(row.repeats), int(c_out * row.half)
-        if row.attention:
-            unit = (*under("0", Bottleneck.CONVS), *under("1", PSABLOCK))
-        else:
-            unit = C3k.CONVS if row.c3k or scale.every_c3k else Bottleneck.CONVS
-        outer = Wanted("cv1", (2, "c"), (1, "c_in"), silu=True), Wanted("cv2", (1, "c_out"), (2 + n, "c"), silu=True)
-        units = [conv for i in range(n) for conv in under(f"m.{i}", unit)]
-        return [*outer, *units], {"c_in": c_in[0], "c_out": c_out, "c": c, "e": c // 2, "qkv": 2 * c}
+        first = "0" if row.attention else "cv3" if row.c3k or scale.every_c3k else "cv1"  # by which a unit's kind is known
+        return C3k2._wanted([f"m.{i}.{first}" for i in range(n)]), {
+            "c_in": c_in[0],
+            "c_out": c_out,
+            "c": c,
+            "e": c // 2,
+            "qkv": 2 * c,
+        }
 
     def _sppf(self, row: Row, c_in: list[int], c_out: int):
         cv1 = Wanted("cv1", (1, "c"), (1, "c_in"), silu=self.sppf_silu)

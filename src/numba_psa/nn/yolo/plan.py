@@ -114,12 +114,14 @@ class NetworkPlan:
 
         A 1×1 convolution of what has been enlarged is the enlarged convolution of what it was: a quarter of the work.
         """
-        pieces = [x] if isinstance(x, Map) else list(x)
-        if isinstance(pieces[0], Enlarged):
-            (large, *pieces), c = pieces, pieces[0].channels
-            halves = conv.parts(c)
-            return self._conv(halves[1], pieces, self._enlarge(self._conv(halves[0], [large.source])), early=True)
-        return self._conv(conv, pieces, add)
+        pieces = [x] if isinstance(x, (Map, Enlarged)) else list(x)
+        if not any(isinstance(piece, Enlarged) for piece in pieces):
+            return self._conv(conv, pieces, add)
+        large, *others = pieces
+        if conv.kernel_size > 1 or add or not others or any(isinstance(piece, Enlarged) for piece in others):
+            raise ShapeError("an enlarged map is read only by a 1×1 convolution, without residual, with others after it")
+        first, second = conv.parts(large.channels)
+        return self._conv(second, others, self._enlarge(self._conv(first, [large.source])), early=True)
 
     def _conv(self, conv: Conv, pieces: Sequence[Map], add: Map | None = None, *, early: bool = False) -> Map:
         source, side, stride = pieces[0].frame, conv.kernel_size, conv.stride
@@ -134,7 +136,8 @@ class NetworkPlan:
         weights, bias = self._weights(conv)
         most = self._rows_of_item(frame, conv.c_out)
         numbers = [out, add or 0, weights, bias, address(frame.inside), frame.plane, frame.pitch, conv.c_out, most]
-        numbers += [int(conv.silu), side, stride, source.plane, source.pitch, conv.c_in, int(early), frame.height, len(pieces)]
+        numbers += [int(conv.silu), side, stride, source.plane, source.pitch, conv.c_in]
+        numbers += [int(early), frame.height, len(pieces)]
         for piece in pieces:
             numbers += [piece, piece.channels]
         self._launch(framed.convolve, numbers, frame.tiles * -(-conv.c_out // most))
