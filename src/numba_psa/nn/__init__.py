@@ -3,6 +3,7 @@
     from numba_psa.nn import C2PSA
     layer = C2PSA.from_file("yolo26n.onnx", prefix="model.10")
     y = layer(x)                       # x [B, 256, H, W], NumPy; impl="oracle" for float64 inside
+    y = layer(x, impl="cuda")          # on a GPU, where a CuPy, torch or Numba array goes without asking
 
 `Attention`, `PSABlock`, `C2PSA`, `C3k2` (YOLO26's, with attention) and `PSA` (YOLO10). Importing this loads no Numba.
 """
