@@ -291,8 +291,8 @@ def exponentials(out, rounds):
 # ---- compiling --------------------------------------------------------------------------------------------------------
 def compile_one(job):
     """One of Triton's variants, or one of our kernels, into its cache on disk."""
-    dtype, height, width, heads, precision, i = job
-    qkv = torch.zeros(1, heads * 4 * KEY_DIM, height, width, device="cuda", dtype=getattr(torch, dtype))
+    dtype, height, width, heads, precision, i, key_dim = job
+    qkv = torch.zeros(1, heads * 4 * key_dim, height, width, device="cuda", dtype=getattr(torch, dtype))
     if i is None:
         fused.plan_psa_attention(PSAShape.from_qkv(qkv.shape, heads), dtype, precision=precision)
         return
@@ -303,14 +303,14 @@ def compile_one(job):
 
 
 def compile_all(processes):
-    """Everything that the bench runs at KEY_DIM 32, side by side: one after the other it would take minutes."""
+    """Everything that the bench runs, side by side: one after the other it would take minutes."""
     jobs = []
     for dtype in LIMIT:
         if dtype != "tf32":
             precisions = ("ieee", "tf32") if dtype == "float32" else ("tf32",)
-            jobs += [(dtype, 4, width, 2, p, i) for width in (8, 9) for p in precisions for i in range(len(TILES))]
+            jobs += [(dtype, 4, w, 2, p, i, KEY_DIM) for w in (8, 9) for p in precisions for i in range(len(TILES))]
             ours = (None, "tf32") if dtype == "float32" else (None,)
-            jobs += [(dtype, height, width, b * heads, p, None) for b, heads, height, width in SHAPES for p in ours]
+            jobs += [(dtype, *x[2:4], x[0] * x[1], p, None, (*x, KEY_DIM)[4]) for x in SHAPES + WIDTHS for p in ours]
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, jobs))
 

@@ -44,7 +44,7 @@ def psa_attention(
     plan = cached_plan(source.shape, num_heads, call.dtype, scale, precision, save_for_backward, current_device())
     target = call.target("out", out, plan.shape.out, OUT_AXES)
     l = call.empty(plan.shape.l, FLOAT32) if save_for_backward else None
-    plan.launch(source.pointer, target.pointer, l.pointer if l else 0, call.stream)
+    plan.launch(source.pointer, target.pointer, l.pointer if l else 0, call.stream, call.scratch)
     result = call.finish(out, target)
     return (result, (result, call.result(l))) if l else result
 

@@ -6,8 +6,8 @@ threads may share one; calls on different streams run side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from math import copysign, gcd
@@ -91,13 +91,13 @@ class AttentionPlan:
             stream = stream_handle(stream) if type(qkv) is int else stream_handle(stream, kind_of(qkv), qkv)
         self.launch(source, target, 0, stream)
 
-    def launch(self, qkv: int, out: int, l: int, stream: int) -> None:
-        """The same for addresses, and for the one that l is stored to if the plan saves it."""
+    def launch(self, qkv: int, out: int, l: int, stream: int, scratch: Scratch | None = None) -> None:
+        """The same for addresses, and for the one that l is stored to if the plan saves it; scratch: as in Aligner."""
         if self._aligned is None:  # no element
             return
         part = self._part
         launcher = self._aligned if (qkv | out) & 15 == 0 else self._launcher(gcd(16, qkv, out))
-        launcher(stream, qkv, qkv + part, qkv + 2 * part, out, l, self._scale)
+        launcher(stream, qkv, qkv + part, qkv + 2 * part, out, l, self._scale, scratch)
 
     def _launcher(self, alignment: int) -> Launcher:
         if alignment < self.dtype.itemsize:
@@ -164,25 +164,31 @@ class Launcher:
         self._align = Aligner(problem, device) if self.choice.config.packed else None
         self._runs = head_runs(problem.heads, self._align.heads if self._align else MAX_GRID_Y)
         self._launch = {count: self._kernel.bound((self._blocks, count, 1)) for _, count in self._runs}
+        self._simple = self._launch[problem.heads] if len(self._runs) == 1 and not self._align else None
 
-    def __call__(self, stream: int, q: int, k: int, v: int, out: int, l: int, scale: float) -> None:
-        if len(self._runs) == 1:
-            self._run(self._runs[0][1], stream, q, k, v, out, l, scale)
+    def __call__(
+        self, stream: int, q: int, k: int, v: int, out: int, l: int, scale: float, scratch: Scratch | None = None
+    ) -> None:
+        sizes = self._n_queries, self._n_keys, scale
+        if self._simple:
+            self._simple(stream, (q, k, v, out, l, *sizes))
             return
         for first, count in self._runs:
-            at = (address + first * stride for address, stride in zip((q, k, v, out, l), self._strides, strict=True))
-            self._run(count, stream, *at, scale)
+            starts = zip((q, k, v, out, l), self._strides, strict=True)
+            q_, k_, v_, *rest = (address + first * stride for address, stride in starts)
+            with self._align(count, stream, k_, scratch) if self._align else nullcontext((k_, v_)) as (keys, values):
+                self._launch[count](stream, (q_, keys, values, *rest, *sizes))
 
-    def _run(self, heads: int, stream: int, q: int, k: int, v: int, out: int, l: int, scale: float) -> None:
-        if self._align is None:
-            self._launch[heads](stream, (q, k, v, out, l, self._n_queries, self._n_keys, scale))
-            return
-        with self._align(heads, stream, k) as (keys, values):
-            self._launch[heads](stream, (q, keys, values, out, l, self._n_queries, self._n_keys, scale))
+
+Scratch = Callable[[int], Any]
+"""What lends so many bytes, as something with a `pointer`, until the call returns; or None: take them from elsewhere."""
 
 
 class Aligner:
-    """Keys and values brought to aligned rows for the kernel after it: `with aligner(heads, stream, k) as (k, v)`."""
+    """Keys and values brought to aligned rows for the kernel after it: `with aligner(heads, stream, k) as (k, v)`.
+
+    The rows lie in memory that scratch lends, or else in memory that the stream allocates and frees.
+    """
 
     MOST = 2**28
     """Bytes that it takes at a time; more heads than fit go in several launches."""
@@ -193,8 +199,10 @@ class Aligner:
         self.heads = max(1, min(MAX_GRID_Y, self.MOST // self._config.bytes(self._n)))
 
     @contextmanager
-    def __call__(self, heads: int, stream: int, k: int) -> Iterator[tuple[int, int]]:
-        with borrowed(heads * self._config.bytes(self._n), stream, self._device) as memory:
+    def __call__(self, heads: int, stream: int, k: int, scratch: Scratch | None = None) -> Iterator[tuple[int, int]]:
+        count = heads * self._config.bytes(self._n)
+        lent = scratch(count) if scratch else None
+        with nullcontext(lent.pointer) if lent else borrowed(count, stream, self._device) as memory:
             self._kernel((self._config.blocks(self._n), heads, 1), stream, k, memory, self._n, heads)
             yield memory, memory + 2 * self._config.key_dim * pitch_of(self._n)
 

@@ -88,6 +88,13 @@ class Call:
         array = cuda.device_array(shape, dtype)
         return View(address_of(array), shape, dtype, array)
 
+    def scratch(self, count: int) -> View | None:
+        """`count` bytes until the call returns, if the arrays' library lends them in the order of the call's stream."""
+        if self.kind == "torch" and self.stream == _torch_stream(self._like.get_device()):
+            array = self._like.new_empty(count, dtype=sys.modules["torch"].uint8)
+            return View(array.data_ptr(), (count,), np.dtype(np.uint8), array)
+        return None
+
     def result(self, view: View) -> Any:
         """A result as the caller's kind of array."""
         if self.kind == "dlpack" and hasattr(self._like, "__array_namespace__"):
