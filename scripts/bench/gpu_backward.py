@@ -22,7 +22,7 @@ from gpu import HEAD_DIM, KEY_DIM, attention_inputs, eager, gpu_us, host_us, pro
 from numba_psa import PSAShape
 from numba_psa import cuda as fused
 
-SHAPES = [(1, 2, 20, 20), (32, 4, 20, 20), (8, 4, 40, 40), (4, 4, 80, 80), (32, 4, 19, 21), (8, 4, 39, 41)]
+SHAPES = [(1, 2, 20, 20), (32, 4, 20, 20), (8, 4, 40, 40), (4, 4, 80, 80), (8, 4, 39, 41)]
 LIMIT = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 1e-2}
 SCALE = KEY_DIM**-0.5
 aten = torch.ops.aten
@@ -139,7 +139,7 @@ efficient_core = core(
 
 TILES = [
     triton.Config({"BM": m, "BN": n}, num_warps=w, num_stages=s)
-    for m, n, w, s in ((64, 32, 4, 2), (64, 64, 4, 2), (128, 32, 4, 2), (128, 64, 8, 2), (32, 64, 4, 3))
+    for m, n, w, s in ((64, 32, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2))
 ]
 
 
@@ -241,7 +241,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     report = {"provenance": provenance(options.commit), "rows": []}
     for dtype in options.dtypes.split(","):
-        for sizes in SHAPES if dtype != "bfloat16" else SHAPES[1:3]:
+        for sizes in SHAPES if dtype != "bfloat16" else SHAPES[2:3]:
             problem = Problem(*sizes, getattr(torch, dtype))
             for name, prepare in contestants(dtype).items():
                 row = measure(name, prepare, problem)
