@@ -22,7 +22,7 @@ def by_shape(rows, dtype, precision):
     """{name: {shape: row}} of the rows of one dtype and precision."""
     found = {}
     for row in rows:
-        if row["dtype"] == dtype and row["precision"] == precision and "gpu_us" in row:
+        if row["dtype"] == dtype and row["precision"] == precision and row["key_dim"] == 32 and "gpu_us" in row:
             found.setdefault(row["name"], {})[row["batch"], row["heads"], row["n"]] = row
     return found
 
@@ -36,10 +36,21 @@ def table(found):
         yield f"| {name} | " + " | ".join(cells) + " |"
 
 
+def widths(rows, dtype):
+    """The same at other KEY_DIM."""
+    rows = [row for row in rows if row["dtype"] == dtype and row["key_dim"] != 32 and "gpu_us" in row]
+    found = sorted({row["key_dim"] for row in rows})
+    yield f"| GPU µs, {dtype}, B8 h4 N1600 | " + " | ".join(f"KEY_DIM {key_dim}" for key_dim in found) + " |"
+    yield "| --- |" + " --- |" * len(found)
+    for name in dict.fromkeys(row["name"] for row in rows):
+        times = {row["key_dim"]: row["gpu_us"] for row in rows if row["name"] == name}
+        yield f"| {name} | " + " | ".join(f"{times[key_dim]:.3g}" if key_dim in times else "–" for key_dim in found) + " |"
+
+
 def draw(axis, found, title):
-    """How many times as long as ours each peer takes."""
+    """How many times as long as ours each peer takes; the original, hundreds of times as long, would flatten the rest."""
     shapes = [shape for shape in SHAPES if shape in found.get(OURS, {})]
-    peers = [name for name in found if name != OURS]
+    peers = [name for name in found if name != OURS and not name.startswith("original")]
     width = 0.8 / max(len(peers), 1)
     for i, name in enumerate(peers):
         at = [j + i * width for j, shape in enumerate(shapes) if shape in found[name]]
@@ -63,6 +74,12 @@ def main() -> None:
         draw(axis, found, f"PSA attention forward, {dtype}, KEY_DIM 32, {report['provenance']['gpu']}")
     found = by_shape(report["rows"], "float32", "tf32")
     print("\nfloat32 by one TF32 product\n\n" + "\n".join(table(found)))
+    print("\nbfloat16\n\n" + "\n".join(table(by_shape(report["rows"], "bfloat16", "bfloat16"))))
+    for dtype in ("float16", "float32"):
+        print("\n" + "\n".join(widths(report["rows"], dtype)))
+    for row in report["layout"]:
+        print(row["dtype"], row["name"], row["gpu_us"], row["GB_s"])
+    print(report["host_us"], report["ceilings"], report["mirror"], sep="\n")
     figure.savefig(target, dpi=120)
 
 

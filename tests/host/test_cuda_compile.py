@@ -50,9 +50,10 @@ def test_kernels_compile_without_spills_or_float64(arch, problem):
 
 
 @needs_ptxas
-@pytest.mark.parametrize("item", [2, 4])
-def test_layout_kernels_compile(item):
-    config = layout.LayoutConfig(36, item, item, item)
+@pytest.mark.parametrize(
+    "config", [layout.LayoutConfig(36, 2, 2, 2), layout.LayoutConfig(36, 4, 4, 4), layout.LayoutConfig(32)]
+)
+def test_layout_kernels_compile(config):
     for make, signature in (
         (layout.make_psa_pack_qkv, layout.PACK_SIGNATURE),
         (layout.make_psa_merge_attn_nchw, layout.MERGE_SIGNATURE),

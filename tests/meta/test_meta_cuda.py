@@ -39,6 +39,11 @@ import numba_psa.cuda.realign as steps
 steps.funnel_shift = lambda low, high, n: low
 checks.test_mma_forward_on_channels_first({"query_warps": 1, "BN": 16, "copy": 2, "realigned": True}, 1, 19, {})
 """,
+    "aligned keys are not shifted": """
+import numba_psa.cuda.align as steps
+steps.shift_down = lambda words, i, misplaced: None
+checks.test_wgmma_forward({"key_groups": 2, "copy": 2, "realigned": True}, 67, {})
+""",
     "key warps do not agree on a maximum": """
 import numba_psa.cuda.merge as steps
 steps.agree_on_maximum = lambda *arguments: None
