@@ -49,6 +49,14 @@ def test_family_scale_and_classes_are_what_the_weights_say(family, scale, folded
     assert repr(model) == f"<{family}{scale} detector of 7 classes>"
 
 
+def test_a_detector_shows_its_layers():
+    lines = str(detector("yolo26")).splitlines()
+    assert len(lines) == 25
+    assert lines[11].split() == ["10", "C2PSA", "of", "9", "256", "channels"]
+    assert lines[13].split() == ["12", "Concat", "of", "11,", "6", "384", "channels"]
+    assert lines[24].split() == ["23", "Detect", "of", "16,", "19,", "22"]
+
+
 def judge_report(state, *problems):
     """All problems are told at once, and no others."""
     with pytest.raises(WeightsError) as raised:

@@ -22,7 +22,7 @@ from numba_psa.nn.files import read_file
 from numba_psa.nn.layers import C2PSA, PLANS, C3k2, below
 from numba_psa.nn.weights import build
 from numba_psa.nn.yolo import decode
-from numba_psa.nn.yolo.architecture import FAMILIES, SCALES, STRIDES, Architecture, Row
+from numba_psa.nn.yolo.architecture import FAMILIES, SCALES, STRIDES, Architecture, Row, widths
 from numba_psa.nn.yolo.blocks import SPPF, Concat, Convolution, Detect, Upsample
 from numba_psa.numerics import accumulator_dtype
 from numba_psa.shapes import check_rank
@@ -73,6 +73,14 @@ class Detector:
 
     def __repr__(self) -> str:
         return f"<{self.family}{self.scale} detector of {self.nc} classes>"
+
+    def __str__(self) -> str:
+        """One line a layer: its number, kind, the layers that it reads, and the channels that it gives."""
+        lines = [repr(self)]
+        for index, (row, c) in enumerate(zip(FAMILIES[self.family], widths(self.family, self.scale), strict=True)):
+            sources = ", ".join(str(source if source >= 0 else index + source) for source in row.sources) if index else "x"
+            lines.append(f"{index:4d}  {row.kind:9s} of {sources:12s}" + (f"{c:5d} channels" if c else ""))
+        return "\n".join(lines)
 
     # ---- calling ----
     def __call__(self, x: Any, *, taps: Iterable[str] | None = None, impl: str | None = None, **options: Any) -> Any:
