@@ -231,8 +231,7 @@ class Tf32BackwardConfig(BackwardTileConfig):
 
     def together(self, pad: int) -> int:
         """Column tiles of a gradient in flight at once, as in the forward."""
-        most = 2 if self.key_pad + self.value_pad <= 160 else 1
-        return max(i for i in range(1, most + 1) if pad // 8 % i == 0)
+        return 2 if pad % 16 == 0 else 1
 
     @property
     def fragment_shapes(self) -> tuple[tuple[int, ...], ...]:
