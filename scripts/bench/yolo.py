@@ -3,9 +3,8 @@
     python scripts/bench/yolo.py .models/yolo26n.onnx [--size 640 640] [--threads N] [--rounds N] [--json FILE]
 
 In each round each contender runs in a fresh process, one after the other, so that neither's waiting threads take the other's
-cores. onnxruntime's processes come in two kinds here, 1.0 and 1.5 times as slow from start to end; why is not known. So
-beside the median over rounds of onnxruntime's median by ours stands the ratio of the fastest processes of each. The results
-are compared before anything is timed.
+cores. The ratio is the median over rounds of onnxruntime's median by ours; on a busy machine, where some processes are
+disturbed for their whole life, that of the fastest processes of each says more. Results are compared before they are timed.
 Peak memory is the most that a process ever held (`ru_maxrss`), and what it held with libraries imported, no model loaded.
 Where other processes are busy, `chrt -r 1` before the command keeps them from the cores.
 """
