@@ -188,6 +188,30 @@ def test_wrong_options_are_told():
         model(x, impl="gpu")
 
 
+def test_one_tap_and_the_same_tap_twice():
+    model, x = detector(), picture(1, 3, 32, 32)
+    for taps in ("10", [10], ["10", "10"]):
+        y, layers = model(x, taps=taps)
+        assert list(layers) == ["10"]
+        np.testing.assert_array_equal(layers["10"], model(x, taps=["10"])[1]["10"])
+        np.testing.assert_array_equal(y, model(x))
+
+
+def test_an_array_on_a_device_is_not_taken_for_a_picture():
+    device_array = type("DeviceArray", (), {"__cuda_array_interface__": {}})()
+    with pytest.raises(BackendUnavailableError, match="copy a device array to the host"):
+        detector()(device_array)
+
+
+@pytest.mark.parametrize(("family", "index"), [("yolo11", 2), ("yolo11", 8), ("yolo26", 10), ("yolo26", 22)])
+def test_a_layer_alone_is_that_of_the_network(family, index):
+    """With bottlenecks, with C3k, C2PSA, and with attention."""
+    model = detector(family)
+    layers = model(picture(1, 3, 96, 64), taps=[index - 1, index])[1]
+    for impl in ("cpu", "oracle"):
+        assert relative_error(model.layers[index](layers[str(index - 1)], impl), layers[str(index)]) <= LIMIT
+
+
 def test_a_profile_names_every_layer():
     model = detector(nc=80)
     rows = model.profile(picture(1, 3, 320, 320), rounds=2)

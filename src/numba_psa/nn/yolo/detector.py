@@ -88,13 +88,16 @@ class Detector:
 
         A picture is a path or a PIL image, or a list of them; `options` are those of `numba_psa.nn.yolo_pictures.detect`.
         """
-        if not hasattr(x, "__array_interface__") or hasattr(x, "getbands"):
+        is_array = hasattr(x, "__array_interface__") or hasattr(x, "__cuda_array_interface__")
+        if not is_array or hasattr(x, "getbands"):  # which a PIL image has
             from numba_psa.nn.yolo_pictures import detect
 
             return detect(self, x, **options)
         if options:
             raise ParameterError(f"{', '.join(sorted(options))}: only for pictures; an array has taps and impl")
-        return self.predict(x, impl) if taps is None else self._run(x, impl, [str(tap) for tap in taps])
+        if taps is None:
+            return self.predict(x, impl)
+        return self._run(x, impl, [taps] if isinstance(taps, str) else [str(tap) for tap in taps])
 
     def predict(self, x: np.ndarray, impl: str | None = None) -> np.ndarray:
         """What the head says about x `[B, 3, H, W]`, in pixels of x; float64 for float64 and impl="oracle", else float32.
