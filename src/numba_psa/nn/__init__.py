@@ -5,7 +5,8 @@
     y = layer(x)                       # x [B, 256, H, W], NumPy; impl="oracle" for float64 inside
     y = layer(x, impl="cuda")          # on a GPU, where a CuPy, torch or Numba array goes without asking
 
-`Attention`, `PSABlock`, `C2PSA`, `C3k2` (YOLO26's, with attention) and `PSA` (YOLO10). Importing this loads no Numba.
+`Attention`, `PSABlock`, `C2PSA`, `C3k2` (with YOLO26's attention, or without) and `PSA` (YOLO10). Whole detectors are in
+`numba_psa.nn.yolo`. Importing this loads no Numba.
 """
 
 from numba_psa.nn.files import read_state
