@@ -224,6 +224,13 @@ def test_a_profile_names_every_layer():
     assert 5.0 < 4 * sum(row.gflop for row in rows) < 5.5
 
 
+def test_a_profile_needs_an_image_and_a_round():
+    with pytest.raises(ShapeError, match="no image"):
+        detector().profile(picture(0, 3, 32, 32))
+    with pytest.raises(ShapeError, match="rounds must be at least 1"):
+        detector().profile(picture(1, 3, 32, 32), rounds=0)
+
+
 def test_a_convolution_without_a_kernel_is_told():
     with pytest.raises(ShapeError, match="1×1 of stride 2"):
         NetworkPlan(Small(4, (1, 2)).record, 8, 8, np.dtype(np.float32))

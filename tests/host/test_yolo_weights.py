@@ -103,6 +103,12 @@ def test_weights_that_only_training_needs_are_passed_over():
     np.testing.assert_array_equal(model(picture(1, 3, 32, 32)), yolo.Detector.from_state_dict(state)(picture(1, 3, 32, 32)))
 
 
+def test_other_bins_are_told():
+    state = random_weights("yolo11") | {"model.23.dfl.conv.weight": np.arange(1, 17, dtype=np.float32)}
+    with pytest.raises(WeightsError, match="must be 0 to 15"):
+        yolo.Detector.from_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("state", "says"),
     [

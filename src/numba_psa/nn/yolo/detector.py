@@ -22,13 +22,15 @@ from numba_psa.nn.files import read_file
 from numba_psa.nn.layers import C2PSA, PLANS, C3k2, below
 from numba_psa.nn.weights import build
 from numba_psa.nn.yolo import decode
-from numba_psa.nn.yolo.architecture import FAMILIES, SCALES, STRIDES, Architecture, Row, widths
+from numba_psa.nn.yolo.architecture import BINS, FAMILIES, SCALES, STRIDES, Architecture, Row, widths
 from numba_psa.nn.yolo.blocks import SPPF, Concat, Convolution, Detect, Upsample
 from numba_psa.numerics import accumulator_dtype
-from numba_psa.shapes import check_rank
+from numba_psa.shapes import check_count, check_rank
 
 SPPF_SILU = {"yolo11": True, "yolo26": False}
 """Whether the first convolution of SPPF has an activation, where the file does not say."""
+
+BINS_NAME = "model.23.dfl.conv.weight"
 
 
 class Detector:
@@ -167,7 +169,7 @@ class Detector:
         x = np.require(x, compute, ("C", "A"))
         raw = np.empty((len(x), *plan.raw_shape), compute)
         maps = [_pieces(plan.results[index]) for index in indices]
-        shapes = [(len(x), *_shape(plan, plan.results[index])) for index in indices]
+        shapes = [(len(x), *_shape(pieces)) for pieces in maps]
         tapped = [np.empty(shape, compute) for shape in shapes]
         for b, image in enumerate(x):
 
@@ -195,6 +197,9 @@ class Detector:
     def profile(self, x: np.ndarray, rounds: int = 5) -> list[Timing]:
         """Where the time of x's first image goes: each layer's, and that of decoding, medians of `rounds` runs."""
         x, _ = self._checked(x, "cpu")
+        rounds = check_count("rounds", rounds, 1)
+        if not len(x):
+            raise ShapeError("B = 0: there is no image to look at")
         compute = accumulator_dtype(x.dtype)
         plan, x = self._plan(*x.shape[2:], compute), np.require(x[:1], compute, ("C", "A"))
         raw, rows = np.empty((1, *plan.raw_shape), compute), []
@@ -207,7 +212,7 @@ class Detector:
             rows.append(np.diff(times))
         ms = np.median(rows[1:], axis=0) * 1e3
         kinds = [row.kind for row in FAMILIES[self.family]]
-        shapes = [_shape(plan, given) for given in plan.results[:-1]]
+        shapes = [_shape(_pieces(given)) for given in plan.results[:-1]]
         names = [*map(str, range(len(kinds))), "decode"]
         columns = names, [*kinds, "boxes"], [*shapes, None, None], ms.tolist(), (ms / ms.sum()).tolist(), [*plan.gflop, 0.0]
         return [Timing(*values) for values in zip(*columns, strict=True)]
@@ -270,11 +275,15 @@ def recognise(state: Mapping[str, np.ndarray], metadata: Mapping[str, str], sppf
 
 
 def _without_training_only(state: Mapping[str, np.ndarray], architecture: Architecture) -> dict[str, np.ndarray]:
-    """The arrays that inference needs: not the constant 0, 1, … of DFL, nor the other head of an end-to-end model."""
-    unused = [r"model\.23\.dfl\.conv\.weight"]
-    if architecture.end2end:
-        unused.append(r"model\.23\.cv[23]\..*")
-    return {name: array for name, array in state.items() if not re.fullmatch("|".join(unused), name)}
+    """The arrays that inference needs: not the other head of an end-to-end model, nor the constant 0, 1, … of DFL."""
+    other = r"model\.23\.cv[23]\..*" if architecture.end2end else "$"
+    known = {name: array for name, array in state.items() if not re.fullmatch(other, name)}
+    bins = known.pop(BINS_NAME, None)
+    if bins is not None and not np.array_equal(np.ravel(bins), np.arange(BINS)):
+        raise WeightsError(
+            f"{BINS_NAME} must be 0 to {BINS - 1}, the bins of a distance, got {np.ravel(bins)[:20].tolist()}"
+        )
+    return known
 
 
 def _own(convs: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -298,9 +307,9 @@ def _pieces(given: Any) -> tuple:
     return given if isinstance(given, tuple) else (given,)
 
 
-def _shape(plan: Any, given: Any) -> tuple[int, int, int]:
-    pieces = _pieces(given)
-    return sum(piece.channels for piece in pieces), *plan.look(pieces[0]).shape[1:]
+def _shape(pieces: tuple) -> tuple[int, int, int]:
+    """`[C, H, W]` of maps concatenated along channels."""
+    return sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:]
 
 
 def _class_names(text: str | None, nc: int) -> dict[int, str]:

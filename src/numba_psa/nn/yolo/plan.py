@@ -54,6 +54,10 @@ class Map:
     def frame(self) -> Frame:
         return self.buffer.frame
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.channels, self.frame.height, self.frame.width
+
 
 @dataclass(frozen=True)
 class Enlarged:
@@ -62,8 +66,8 @@ class Enlarged:
     source: Map
 
     @property
-    def channels(self) -> int:
-        return self.source.channels
+    def shape(self) -> tuple[int, int, int]:
+        return self.source.channels, 2 * self.source.frame.height, 2 * self.source.frame.width
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +90,7 @@ class NetworkPlan:
     """`record(plan, image)` gives what every layer gives, the head's `Level`s last. float32 or float64."""
 
     def __init__(self, record: Callable, height: int, width: int, dtype: np.dtype):
-        self.height, self.width, self.dtype = height, width, np.dtype(dtype)
+        self.dtype = np.dtype(dtype)
         self._lock = threading.Lock()
         self._frames: dict[tuple[int, int], Frame] = {}
         self._recorded: list[_Recorded] = []
@@ -120,7 +124,7 @@ class NetworkPlan:
         large, *others = pieces
         if conv.kernel_size > 1 or add or not others or any(isinstance(piece, Enlarged) for piece in others):
             raise ShapeError("an enlarged map is read only by a 1×1 convolution, without residual, with others after it")
-        first, second = conv.parts(large.channels)
+        first, second = conv.parts(large.shape[0])
         return self._conv(second, others, self._enlarge(self._conv(first, [large.source])), early=True)
 
     def _conv(self, conv: Conv, pieces: Sequence[Map], add: Map | None = None, *, early: bool = False) -> Map:
