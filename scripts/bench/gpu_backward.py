@@ -12,19 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 
-from gpu import HEAD_DIM, KEY_DIM, attention_inputs, eager, gpu_us, host_us, provenance, split
+from gpu import KEY_DIM, attention_inputs, eager, gpu_us, host_us, provenance, split
 from numba_psa import PSAShape
 from numba_psa import cuda as fused
 
 SHAPES = [(1, 2, 20, 20), (32, 4, 20, 20), (8, 4, 40, 40), (4, 4, 80, 80), (8, 4, 39, 41)]
 LIMIT = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 1e-2}
-SCALE = KEY_DIM**-0.5
+HEAD_DIM, SCALE = 2 * KEY_DIM, KEY_DIM**-0.5
 aten = torch.ops.aten
 
 
@@ -237,6 +238,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="")
     parser.add_argument("--dtypes", default="float16,float32,bfloat16")
+    parser.add_argument("--only", default="", help="a regular expression that names of contestants must match")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     report = {"provenance": provenance(options.commit), "rows": []}
@@ -244,6 +246,8 @@ def main() -> None:
         for sizes in SHAPES if dtype != "bfloat16" else SHAPES[2:3]:
             problem = Problem(*sizes, getattr(torch, dtype))
             for name, prepare in contestants(dtype).items():
+                if not re.search(options.only, name):
+                    continue
                 row = measure(name, prepare, problem)
                 report["rows"].append(row)
                 keys = ("gpu_us", "host_us", "error_dq", "error_dk", "error_dv")

@@ -93,7 +93,7 @@ def losses(attention, dtype, steps=20):
 def test_training_follows_eager_pytorch(dtype, tolerance):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     ours, theirs = losses(Fused, dtype), losses(Attention, dtype)
-    assert ours[-1] < 0.9 * ours[0]
+    assert ours[-1] < ours[0] - 0.02
     np.testing.assert_allclose(ours, theirs, rtol=tolerance)
 
 
@@ -105,6 +105,6 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(DTypeError, match="impl='cuda' takes that"):
         bridge.psa_attention(torch.zeros(1, 8, 2, 2, device="cuda"), 1, impl="oracle")
     qkv = torch.zeros(1, 8, 2, 2, requires_grad=True)
-    (gradient,) = torch.autograd.grad(bridge.psa_attention(qkv, 1).sum(), qkv, create_graph=True)
+    (gradient,) = torch.autograd.grad((bridge.psa_attention(qkv, 1) ** 2).sum(), qkv, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()

@@ -98,7 +98,9 @@ def psa_pack_qkv(qkv: Any, num_heads: int, *, stream: Any = None) -> Any:
     call = Call(stream, qkv=qkv)
     shape = PSAShape.from_qkv(call["qkv"].shape, num_heads)
     packed = call.empty(shape.packed)
-    _transpose(call, layout.make_psa_pack_qkv, layout.PACK_SIGNATURE, shape, SECTIONS, call["qkv"].pointer, packed.pointer)
+    launch_transpose(
+        call, layout.make_psa_pack_qkv, layout.PACK_SIGNATURE, shape, SECTIONS, call["qkv"].pointer, packed.pointer
+    )
     return call.result(packed)
 
 
@@ -112,7 +114,7 @@ def psa_merge_attn_nchw(lo: Any, hi: Any, num_heads: int, height: int, width: in
     check_shape("hi", call["hi"].shape, shape.section, SECTION_AXES)
     out = call.empty(shape.out)
     pointers = call["lo"].pointer, call["hi"].pointer, out.pointer
-    _transpose(call, layout.make_psa_merge_attn_nchw, layout.MERGE_SIGNATURE, shape, 2, *pointers)
+    launch_transpose(call, layout.make_psa_merge_attn_nchw, layout.MERGE_SIGNATURE, shape, 2, *pointers)
     return call.result(out)
 
 
@@ -127,25 +129,25 @@ def psa_extract_v_nchw(qkv: Any, num_heads: int, *, stream: Any = None) -> Any:
     if shape.bh and shape.n:
         item, size = call.dtype.itemsize, shape.head_dim * shape.n
         copy = gcd(16, item * size, call["qkv"].pointer, v.pointer)
-        config = _layout_config(shape.key_dim, item, copy, copy)
+        config = layout_config(shape.key_dim, item, copy, copy)
         blocks = -(-size // (config.tokens * config.key_dim))
         run = kernel(layout.make_psa_extract_v_nchw, config, layout.PACK_SIGNATURE)
-        run((blocks, *_split(shape.bh)), call.stream, call["qkv"].pointer, v.pointer, shape.n, shape.bh)
+        run((blocks, *heads_on_grid(shape.bh)), call.stream, call["qkv"].pointer, v.pointer, shape.n, shape.bh)
     return call.result(v)
 
 
-def _transpose(call: Call, make: Any, signature: Any, shape: PSAShape, matrices: int, *pointers: int) -> None:
+def launch_transpose(call: Call, make: Any, signature: Any, shape: PSAShape, matrices: int, *pointers: int) -> None:
     """Launch a transpose of `matrices` matrices a head."""
     if not shape.bh or not shape.n:
         return
     item = call.dtype.itemsize
     rows, tokens = gcd(16, item * shape.n, *pointers), gcd(16, item * shape.n * shape.key_dim, *pointers)
-    config = _layout_config(shape.key_dim, item, rows, tokens)
-    grid = (-(-shape.n // config.tokens), *_split(matrices * shape.bh))
+    config = layout_config(shape.key_dim, item, rows, tokens)
+    grid = (-(-shape.n // config.tokens), *heads_on_grid(matrices * shape.bh))
     kernel(make, config, signature)(grid, call.stream, *pointers, shape.n, shape.bh)
 
 
-def _layout_config(key_dim: int, item: int, rows_copy: int, tokens_copy: int) -> LayoutConfig:
+def layout_config(key_dim: int, item: int, rows_copy: int, tokens_copy: int) -> LayoutConfig:
     for tokens in (128, 64, 32, 16, 8):
         try:
             return LayoutConfig(key_dim, item, rows_copy, tokens_copy, tokens)
@@ -156,6 +158,6 @@ def _layout_config(key_dim: int, item: int, rows_copy: int, tokens_copy: int) ->
     )
 
 
-def _split(matrices: int) -> tuple[int, int]:
+def heads_on_grid(matrices: int) -> tuple[int, int]:
     """A count on the y and z axes of a grid."""
     return min(matrices, MAX_GRID_Y), -(-matrices // MAX_GRID_Y)

@@ -10,7 +10,7 @@ from numba_psa.cuda.choice import Problem
 from numba_psa.cuda.launching import current_device, kernel
 from numba_psa.cuda.layout import MERGE_SIGNATURE, PACK_SIGNATURE
 from numba_psa.cuda.layout_backward import GradientLayoutConfig
-from numba_psa.cuda.operations import _layout_config, _split, _transpose, psa_attention
+from numba_psa.cuda.operations import heads_on_grid, launch_transpose, layout_config, psa_attention
 from numba_psa.cuda.plans_backward import backward_launcher, cached_backward_plan, exponent_scale
 from numba_psa.cuda.tiles_backward import DKV, DQ
 from numba_psa.cuda.views import Call, View
@@ -169,7 +169,7 @@ def psa_pack_qkv_backward(
     target = None if d_qkv is None else call.added_target("d_qkv", d_qkv, shape.qkv, QKV_AXES)
     moved = call.empty(shape.qkv)
     pointers = call["d_packed"].pointer, moved.pointer
-    _transpose(call, layout.make_psa_pack_qkv_backward, PACK_SIGNATURE, shape, SECTIONS, *pointers)
+    launch_transpose(call, layout.make_psa_pack_qkv_backward, PACK_SIGNATURE, shape, SECTIONS, *pointers)
     if target is None:
         return call.result(moved)
     _add(call, moved, target)
@@ -190,7 +190,7 @@ def psa_extract_v_backward(d_v: Any, num_heads: int, *, d_qkv: Any = None, strea
     if shape.bh and shape.n:
         item, size = call.dtype.itemsize, shape.head_dim * shape.n
         config = _straight(call, gcd(16, item * size, call["d_v"].pointer, target.pointer), shape.key_dim, d_qkv is not None)
-        grid = -(-size // (config.tokens * config.key_dim)), *_split(shape.bh)
+        grid = -(-size // (config.tokens * config.key_dim)), *heads_on_grid(shape.bh)
         run = kernel(layout.make_psa_extract_v_backward, config, PACK_SIGNATURE)
         run(grid, call.stream, call["d_v"].pointer, target.pointer, shape.n, shape.bh)
     return call.finish(d_qkv, target)
@@ -205,7 +205,7 @@ def psa_merge_attn_backward(d_merged: Any, num_heads: int, *, stream: Any = None
     shape = PSAShape.from_out(call["d_merged"].shape, num_heads, "d_merged")
     d_lo, d_hi = call.empty(shape.section), call.empty(shape.section)
     pointers = call["d_merged"].pointer, d_lo.pointer, d_hi.pointer
-    _transpose(call, layout.make_psa_merge_attn_backward, MERGE_SIGNATURE, shape, 2, *pointers)
+    launch_transpose(call, layout.make_psa_merge_attn_backward, MERGE_SIGNATURE, shape, 2, *pointers)
     return call.result(d_lo), call.result(d_hi)
 
 
@@ -221,5 +221,5 @@ def _add(call: Call, source: View, target: View) -> None:
 def _straight(call: Call, copy: int, key_dim: int, adds: bool) -> GradientLayoutConfig:
     """The config of a kernel that copies or adds straight ahead."""
     item = call.dtype.itemsize
-    tokens = _layout_config(key_dim, item, copy, copy).tokens
+    tokens = layout_config(key_dim, item, copy, copy).tokens
     return GradientLayoutConfig(key_dim, item, copy, copy, tokens, adds=adds, bf16=call.dtype == BFLOAT16)
