@@ -72,15 +72,15 @@ class Kernel:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         checked(driver.cuFuncSetAttribute(self._function, attribute, self._shared), "cuFuncSetAttribute")
 
-    def __call__(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
+    def __call__(self, grid: tuple[int, int, int], stream: int, *arguments: Any, early: bool = False) -> None:
+        """early: it may begin before what was launched before it has ended, if it is one that waits for that itself."""
         if SIMULATED:
             self._simulated[grid, self._block, 0, self._shared](*arguments)
             return
         launch, parameters = self._driver.cuLaunchKernel, (arguments, self._types)
-        if self._overlaps:
-            checked(
-                self._driver.cuLaunchKernelEx(self._early(grid, stream), self._function, parameters, 0), "cuLaunchKernelEx"
-            )
+        if early and self._overlaps:
+            answer = self._driver.cuLaunchKernelEx(self._early(grid, stream), self._function, parameters, 0)
+            checked(answer, "cuLaunchKernelEx")
             return
         (status,) = launch(self._function, *grid, *self._block, self._shared, stream, parameters, 0)
         if status == _INVALID_CONTEXT:  # this thread has not used CUDA yet
@@ -89,14 +89,14 @@ class Kernel:
         if status:
             checked((status,), "cuLaunchKernel")
 
-    def bound(self, grid: tuple[int, int, int]) -> Callable[[int, tuple], None]:
+    def bound(self, grid: tuple[int, int, int], *, early: bool = False) -> Callable[[int, tuple], None]:
         """`launch(stream, arguments)` on one grid, with least host work."""
         if SIMULATED:
             return lambda stream, arguments: self(grid, stream, *arguments)
-        if self._overlaps:
-            early, call = cache(partial(self._early, grid)), self._driver.cuLaunchKernelEx
+        if early and self._overlaps:
+            launch_of, extended = cache(partial(self._early, grid)), self._driver.cuLaunchKernelEx
             return lambda stream, arguments: checked(
-                call(early(stream), self._function, (arguments, self._types), 0), "cuLaunchKernelEx"
+                extended(launch_of(stream), self._function, (arguments, self._types), 0), "cuLaunchKernelEx"
             )
         call = partial(self._driver.cuLaunchKernel, self._function, *grid, *self._block, self._shared)
         types = self._types
@@ -108,7 +108,7 @@ class Kernel:
         return launch
 
     def _early(self, grid: tuple[int, int, int], stream: int) -> Any:
-        """A launch that may begin before the kernels before it have ended: it waits for them itself."""
+        """The configuration of a launch that may begin early."""
         driver, attribute = self._driver, self._driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1

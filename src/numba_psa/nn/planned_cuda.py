@@ -33,6 +33,8 @@ TOKENS_AT_A_TIME = 2**18
 """In the images that are computed together: the memory that a plan keeps grows with it."""
 ADDRESSES = 16
 """Pairs of addresses of x and y that a plan remembers the arguments of: allocators give the same ones again and again."""
+_captured: set[CudaPlan] = set()
+"""Plans whose launches are part of a CUDA graph of someone else: their memory stays where it is."""
 
 
 def images_at_a_time(batch: int, tokens: int) -> int:
@@ -182,7 +184,8 @@ class CudaPlan(Recorder):
         with self._lock:
             if (x, y) != self._pointed:
                 self._point(x, y)
-            self._graph.launch(stream)
+            if self._graph.launch(stream):
+                _captured.add(self)
 
     def _point(self, x: int, y: int) -> None:
         """Have the graph read x and write y; the first time, capture it."""
@@ -228,4 +231,4 @@ def joined(pieces: Sequence[Tensor], tokens: int) -> list[Tensor]:
 
 def _without_grid(run: Any) -> Any:
     """A launcher that knows its grid, called like a kernel."""
-    return lambda grid, stream, *arguments: run(stream, *arguments)
+    return lambda grid, stream, *arguments, early=False: run(stream, *arguments)
