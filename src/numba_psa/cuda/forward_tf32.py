@@ -65,7 +65,7 @@ def make_forward_tf32(config):
             start_copy(tile, stage_keys_values, ring + ahead, head, n_keys, (j + tile.stages - 1) * block, at.tid)
             keys_left = n_keys - j * block - at.key_warp * tile.BN
             if keys_left > 0:
-                if tile.exact and not tile.keeps_query:
+                if tile.exact and tile.key_pad > 64:
                     wide_scores_tf32(tile, s, s_part, q_high, q_low, queries, k_high, k_low, keys + stage, scale)
                 else:
                     scores_tf32(tile, s, q_high, q_low, queries, k_high, k_low, keys + stage, scale)  # S = Q K^T

@@ -107,7 +107,7 @@ def make_forward_wgmma(config):
 
         ring = shared + tile.group_bytes * at.key_warp  # this key group's own stages
         queries = block_address(shared + tile.query_offset + 2 * first_row, tile.query_stride, at.lane, False)
-        values = ring + tile.values_offset
+        keys, values = keys_descriptor(ring, tile.tile_bytes), values_descriptor(ring + tile.values_offset)
         stager = at.tid - tile.stagers * at.key_warp
         pitch = (n_keys + 7) // 8 * 8 if tile.packed else n_keys  # keys from a row to the next
         if tile.packed:
@@ -137,17 +137,17 @@ def make_forward_wgmma(config):
             first = ((j + LEAD) * GROUPS + at.key_warp) * BN
             start_copy(aligned, stage_swizzled, ring + ahead, head, pitch, first, stager)
             valid = BN if GROUPS == 1 else n_keys - (j * GROUPS + at.key_warp) * BN
-            start_products(s, q, keys_descriptor(ring + stage, tile.tile_bytes), acc, p, before, BN)
+            start_products(s, q, keys + (stage >> 4), acc, p, before, BN)
             attend(s, p, m_i, l_i, acc, alpha, steepness, shared, at.lane, valid, BN)
-            before = values_descriptor(values + stage)
+            before = values + (stage >> 4)
             stage, ahead = next_stage(tile, stage), next_stage(tile, ahead)
 
         if TAIL > 0:  # the last n_keys % BN keys, by the same step on narrower fragments
             p_tail, s_tail = cuda.local.array(P_TAIL, uint32), cuda.local.array(S_TAIL, float32)
             wait_for_stage(tile, at.key_warp)
-            start_products(s_tail, q, keys_descriptor(ring + stage, tile.tile_bytes), acc, p, before, TAIL)
+            start_products(s_tail, q, keys + (stage >> 4), acc, p, before, TAIL)
             attend(s_tail, p_tail, m_i, l_i, acc, alpha, steepness, shared, at.lane, n_keys - n_blocks * BN, TAIL)
-            wgmma_values(acc, p_tail, values_descriptor(values + stage), VALUE_PAD, TAIL, TILE_BYTES, BF16)
+            wgmma_values(acc, p_tail, values + (stage >> 4), VALUE_PAD, TAIL, TILE_BYTES, BF16)
         else:
             wgmma_values(acc, p, before, VALUE_PAD, BN, TILE_BYTES, BF16)
         wgmma_wait(0, acc, VALUE_PAD)

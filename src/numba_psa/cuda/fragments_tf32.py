@@ -103,7 +103,7 @@ def scores_tf32(tile, s, q_high, q_low, queries, k_high, k_low, keys, scale):
 
 @step
 def wide_scores_tf32(tile, s, part, q_high, q_low, queries, k_high, k_low, keys, scale):
-    """scores_tf32 of wide heads, whose queries do not stay in registers: 32 channels are summed apart, then added.
+    """scores_tf32 of heads wider than 64: 32 channels are summed apart, then added.
 
     Tensor cores cut off as they accumulate, which over 128 channels would cost a digit.
     """

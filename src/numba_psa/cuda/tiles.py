@@ -350,7 +350,7 @@ class Tf32TileConfig(TileConfig):
     def together(self) -> int:
         """Column tiles of V in flight at once: the most up to 4 that divide them, fewer where registers are short."""
         width = self.key_pad + self.value_pad
-        most = 4 if width <= 112 else 2 if width <= 160 else 1
+        most = 4 if width <= 112 else 2 if width <= 200 else 1
         return max(i for i in range(1, most + 1) if self.value_pad // 8 % i == 0)
 
     @property
