@@ -108,8 +108,8 @@ def _gather_strided(tile, begins, pieces, count, plane, pitch, out_pitch, out_ro
                     a, b = load(source, tap), load(source, tap + step)
                     _keep_from(tile, t, lane, begun, even_lanes(a, b))
                     _keep_from(tile, t + step, lane, begun, odd_lanes(a, b))
-                    prefetch(source, tap + 2 * step, 0)
-                    prefetch(source, tap + 3 * step, 0)
+                    prefetch(source, tap + 3 * step, 0)  # the lines that the next vector of tokens adds
+                    prefetch(source, tap + 4 * step, 0)
                     right = even_lanes(load(source, tap + 2), load(source, tap + 2 + step))
                     _keep_from(tile, t + 2 * step, lane, begun, right)
                     t += 3 * step
