@@ -127,8 +127,19 @@ def test_tokens_first_with_other_widths_and_lengths(config, fields, n_queries, n
 
 
 WGMMA = [
-    (WarpgroupBackwardConfig, {"passes": DQ, "key_dim": 16, "value_dim": 32}, 72, {"d_amplitude": 1e-3}),
+    (
+        WarpgroupBackwardConfig,
+        {"passes": DQ, "key_step": 32, "copy": 4, "key_dim": 8, "value_dim": 16},
+        66,
+        {"d_amplitude": 1e-3},
+    ),
     (WarpgroupBackwardConfig, {"passes": DKV, "stages": 3, "copy": 2, "key_dim": 7, "value_dim": 14, "bf16": True}, 67, {}),
+    (
+        WarpgroupBackwardConfig,
+        {"passes": DKV, "query_step": 64, "keeps_values": False, "key_dim": 8, "value_dim": 16},
+        24,
+        {},
+    ),
     (Tf32WarpgroupBackwardConfig, {"passes": DQ, "row_warps": 4, "key_dim": 8, "value_dim": 16}, 36, {"amplitude": 4.0}),
     (
         Tf32WarpgroupBackwardConfig,
@@ -148,15 +159,15 @@ def test_gradients_on_warpgroup_products(config, fields, n, values):
 SPECIAL = [
     MmaBackwardConfig(row_warps=1, BN=16, copy=2, key_dim=4, value_dim=8),
     Tf32BackwardConfig(row_warps=1, copy=4, key_dim=4, value_dim=8),
-    WarpgroupBackwardConfig(arch=90, key_step=32, stages=3, copy=2, key_dim=4, value_dim=8),
-    Tf32WarpgroupBackwardConfig(arch=90, row_warps=4, copy=4, key_dim=4, value_dim=8),
+    WarpgroupBackwardConfig(arch=90, passes=DKV, stages=3, copy=2, key_dim=4, value_dim=8),
+    Tf32WarpgroupBackwardConfig(arch=90, passes=DQ, row_warps=4, copy=4, key_dim=4, value_dim=8),
 ]
 
 
 @pytest.mark.parametrize("config", SPECIAL, ids=lambda config: type(config).__name__)
 def test_special_values_stay_where_they_belong(config):
     """Head 0: queries without any key, one of them with NaN in do. Head 1: NaN in v. Head 2: inf in do, in one row."""
-    n = 13
+    n = 9
     given = arguments(config, 3, n, n)
     given["q"][0, :, 0], given["k"][0, :, 0] = np.where(np.arange(n) % 3, 1, 0.5), 1
     given["q"][0, ::3, :2] = -np.inf, 0
@@ -164,7 +175,7 @@ def test_special_values_stay_where_they_belong(config):
     given["v"][1, 4, 1] = np.nan
     given["do"][2, 5, 2] = np.inf
     given = saved(given, given["softmax_scale"])
-    assert np.isneginf(given["l"]).sum() == 5
+    assert np.isneginf(given["l"]).sum() == 3
     assert_right(config, given)
 
 

@@ -40,16 +40,19 @@ def choose_backward(problem: Problem, passes: int, arch: int, multiprocessors: i
 
 
 def candidates(problem: Problem, arch: int, multiprocessors: int) -> Iterator[Candidate]:
-    """(factory, config class, tile sizes), best first."""
-    wide = problem.key_dim + problem.value_dim > 128
+    """(factory, config class, tile sizes), best first: the fastest of one H200 (scripts/bench/results/backward_h200.json).
+
+    Other architectures have not been timed: they get the mma.sync kernels with tiles that fit.
+    """
+    hopper = arch == 90 and not problem.tokens_first
     if problem.dtype == FLOAT32:
-        if arch == 90 and problem.heads * -(-problem.n_queries // 64) > 32:
+        if hopper and problem.heads * -(-problem.n_queries // 64) > 32:
             yield make_backward_wgmma_tf32, Tf32WarpgroupBackwardConfig, {"row_warps": 8}
-        yield make_backward_tf32, Tf32BackwardConfig, {"row_warps": 4}
-        yield make_backward_tf32, Tf32BackwardConfig, {"row_warps": 2}
-        yield make_backward_tf32, Tf32BackwardConfig, {"row_warps": 1}
+        for row_warps in (4, 2, 1):
+            yield make_backward_tf32, Tf32BackwardConfig, {"row_warps": row_warps}
         return
-    if arch == 90 and problem.heads * -(-problem.n_queries // 64) > 32:
+    if hopper and problem.n_queries > 64:
         yield make_backward_wgmma, WarpgroupBackwardConfig, {"blocks_per_sm": 3}
+    wide = problem.key_dim + problem.value_dim > 128
     yield make_backward, MmaBackwardConfig, {"row_warps": 4, "BN": 16 if wide else 32, "blocks_per_sm": 1 if wide else 2}
     yield make_backward, MmaBackwardConfig, {"row_warps": 2, "BN": 16}
