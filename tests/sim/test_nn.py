@@ -5,8 +5,12 @@ import pytest
 from layer_cases import build, normal
 
 from numba_psa import nn
+from numba_psa._numba_cuda import to_device, to_host
 from numba_psa.errors import DTypeError, ParameterError, ShapeError
 from numba_psa.nn import planned_cuda
+from numba_psa.nn.conv import Conv
+from numba_psa.nn.exact import Exact
+from numba_psa.nn.mirrored import Mirrored
 from numba_psa.numerics import BFLOAT16, FLOAT16, FLOAT32
 from numba_psa.testing.layers import agrees_rounded
 
@@ -46,6 +50,25 @@ def test_out_and_addresses_that_change():
         assert layer(x, "cuda", out=out) is out
         np.testing.assert_array_equal(out, y)
         assert agrees_rounded(layer, x, y)
+
+
+@pytest.mark.parametrize(("groups", "stride", "k"), [(1, 2, 3), (2, 1, 3), (1, 2, 1)])
+def test_mirror_convolutions_of_any_stride_and_groups(groups, stride, k):
+    conv = Conv(normal(4, 6 // groups, k, k).astype(np.float64), normal(4).astype(np.float64), True, groups, stride)
+    x, dtype = normal(2, 6, 5, 7, dtype=np.float64), np.dtype(np.float64)
+    y = to_host(Mirrored(dtype).conv(conv, to_device(x)))
+    np.testing.assert_allclose(y, Exact().conv(conv, x), rtol=1e-12, atol=1e-12)
+
+
+def test_cuda_has_no_other_strides_and_groups(one_warp):
+    class Strided:
+        c_in = c_out = 4
+
+        def forward(self, run, x):
+            return run.conv(Conv(np.zeros((4, 4, 3, 3)), np.zeros(4), False, 1, 2), x)
+
+    with pytest.raises(ShapeError, match="stride 1 in one group, not of stride 2 in 1"):
+        planned_cuda.CudaPlan(Strided(), 1, 4, 4, FLOAT32, True, 0)
 
 
 @pytest.mark.parametrize("impl", ["cuda", "mirror"])

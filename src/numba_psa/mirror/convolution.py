@@ -13,13 +13,13 @@ THREADS = 128
 
 
 def convolution_kernel(element: Element):
-    """y[b, o, i, j] = act(bias[o] + Σ weight[o, c, dy, dx] · x[b, c', i + dy - k//2, j + dx - k//2]) + add[b, o, i, j].
+    """y[b, o, i, j] = act(bias[o] + Σ weight[o, c, dy, dx] · x[b, c', s·i + dy - k//2, s·j + dx - k//2]) + add[b, o, i, j].
 
-    A thread an element of y; c' = c + o // (c_out / groups) * (c_in / groups). act: SiLU where silu, else nothing.
+    A thread an element of y; c' = c + o // (c_out / groups) * (c_in / groups); s the stride, act SiLU or nothing.
     """
     widen, narrow, real = element.widen, element.narrow, element.real
 
-    def kernel(x, weight, bias, add, y, silu, adds):
+    def kernel(x, weight, bias, add, y, stride, silu, adds):
         index = cuda.grid(1)
         if index >= y.size:
             return
@@ -33,8 +33,8 @@ def convolution_kernel(element: Element):
         for c in range(c_in):
             for dy in range(k):
                 for dx in range(k):
-                    row, column = i + dy - k // 2, j + dx - k // 2
-                    if row >= 0 and row < height and column >= 0 and column < width:
+                    row, column = stride * i + dy - k // 2, stride * j + dx - k // 2
+                    if row >= 0 and row < x.shape[2] and column >= 0 and column < x.shape[3]:
                         total += weight[o, c, dy, dx] * widen(x[b, group * c_in + c, row, column])
         if silu:
             smaller = math.exp(-abs(total))  # exp(-total) would overflow
@@ -60,9 +60,9 @@ def transpose_kernel():
     return kernel
 
 
-def convolve(element: Element, x: Any, weight: Any, bias: Any, add: Any, y: Any, silu: bool) -> None:
+def convolve(element: Element, x: Any, weight: Any, bias: Any, add: Any, y: Any, stride: int, silu: bool) -> None:
     """y = act(weight * x + bias) + add, NCHW device arrays of the storage type; weight and bias in `element.real`."""
-    arguments = x, weight, bias, y if add is None else add, y, silu, add is not None
+    arguments = x, weight, bias, y if add is None else add, y, stride, silu, add is not None
     launch(convolution_kernel, (element,), (-(-y.size // THREADS),), THREADS, *arguments)
 
 

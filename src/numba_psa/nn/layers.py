@@ -116,7 +116,8 @@ class Layer(ABC):
         "oracle" computes in float64. "cuda" (the default for device arrays: `__cuda_array_interface__`, DLPack; not float64)
         and "mirror" round every intermediate result to the dtype and sum in float32; they return device arrays for device
         arrays, and copy NumPy's over and back. `out`, shape, dtype and kind of y, is written and returned; it may overlap x
-        on the CPU. stream: as in `numba_psa.cuda.psa_attention`, for "cuda" only.
+        on the CPU. stream: as in `numba_psa.cuda.psa_attention`, for "cuda" only; where it is being captured, the launches
+        become part of that graph, which then must not run at the same time as another call of this size.
         Raises ShapeError, DTypeError, ParameterError, BackendUnavailableError; nothing is copied to the host unasked.
         """
         impl = impl or ("cuda" if _on_device(x) else "cpu")

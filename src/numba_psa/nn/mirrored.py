@@ -25,8 +25,8 @@ class Mirrored:
         """act(conv(x)) + add; several arrays are concatenated along channels."""
         if not hasattr(x, "shape"):
             x = self._concatenated(x)
-        y = self._empty(len(x), conv.c_out, *x.shape[2:])
-        convolve(self.element, x, *self._weights(conv), add, y, conv.silu)
+        y = self._empty(len(x), conv.c_out, *(-(-size // conv.stride) for size in x.shape[2:]))
+        convolve(self.element, x, *self._weights(conv), add, y, conv.stride, conv.silu)
         return y
 
     def split(self, x: Any, *channels: int) -> list[Any]:

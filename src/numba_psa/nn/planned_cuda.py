@@ -81,6 +81,11 @@ class CudaPlan(Recorder):
                 f"impl='cuda' reads up to {MOST_PIECES} tensors as one along channels, here there are {len(pieces)}: "
                 "impl='mirror', 'cpu' and 'oracle' have no such limit"
             )
+        if conv.stride != 1 or conv.groups != 1:
+            raise ShapeError(
+                f"impl='cuda' has convolutions of stride 1 in one group, not of stride {conv.stride} in {conv.groups}: "
+                "impl='cpu' and 'oracle' have"
+            )
         config = choose_convolution(
             conv.c_in,
             conv.c_out,
