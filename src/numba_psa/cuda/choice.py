@@ -1,8 +1,8 @@
 """Which kernel runs a problem, by architecture, dtype and shape class: the one table.
 
-The choices for Hopper are the fastest of scripts/bench/tune_gpu.py on one H200 (scripts/bench/results/tune_h200.json), but for
-wgmma where N is no multiple of 8: there they are those of the even neighbour (timed in gpu_h200.json). Other architectures
-have not been timed: they get the mma.sync kernels with tiles that fit.
+The choices for Hopper are the fastest of scripts/bench/tune_gpu.py on one H200 (scripts/bench/results/tune_h200.json); for
+wgmma where N is no multiple of 8 they are those of the even neighbour (timed in gpu_h200.json). Other architectures have
+not been timed: they get the mma.sync kernels with tiles that fit.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def copy_rows(threads, raw, stride, source, n_tokens, rows, columns, first, gap_
 
     From row `gap_at` on they lie `gap` rows further. A row takes columns / 8 chunks, and mostly one more.
     """
-    row_bytes, left = 2 * n_tokens, int32(2 * (n_tokens - first))
+    row_bytes, left = 2 * n_tokens, 2 * min(n_tokens - first, columns + 8)
     source += 2 * first
     lanes = columns // 8
     rows_a_pass = threads // lanes if threads > lanes else 1
