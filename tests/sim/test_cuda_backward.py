@@ -134,12 +134,6 @@ WGMMA = [
         {"d_amplitude": 1e-3},
     ),
     (WarpgroupBackwardConfig, {"passes": DKV, "stages": 3, "copy": 2, "key_dim": 7, "value_dim": 14, "bf16": True}, 67, {}),
-    (
-        WarpgroupBackwardConfig,
-        {"passes": DKV, "query_step": 64, "keeps_values": False, "key_dim": 8, "value_dim": 16},
-        24,
-        {},
-    ),
     (Tf32WarpgroupBackwardConfig, {"passes": DQ, "row_warps": 4, "key_dim": 8, "value_dim": 16}, 36, {"amplitude": 4.0}),
     (
         Tf32WarpgroupBackwardConfig,

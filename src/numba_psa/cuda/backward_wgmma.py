@@ -38,7 +38,6 @@ from numba_psa.cuda.device import (
     step,
     wait_for_previous_kernel,
     wgmma_scores,
-    wgmma_scores_shared,
     wgmma_values,
     wgmma_wait_both,
     wgmma_wait_three,
@@ -80,7 +79,6 @@ def make_backward_wgmma(config):
     PASSES, OVERLAPS, LEAD, ROWS_OFFSET = config.passes, config.overlaps, config.stages - 2, config.rows_offset
     KEY_PAD, VALUE_PAD, TILE_BYTES, BF16 = config.key_pad, config.value_pad, config.tile_bytes, int(config.bf16)
     KEY_STEP, QUERY_STEP = config.key_step, config.query_step
-    KEEPS_VALUES, VALUES_AT = config.keeps_values, config.values_at
 
     @step
     def meet_keys(have, columns, summed, columns_left, lane, steepness, factor):
@@ -98,22 +96,16 @@ def make_backward_wgmma(config):
         wgmma_values(acc, have.p, summed, KEY_PAD, KEY_STEP, TILE_BYTES, BF16)
 
     @step
-    def meet_queries(have, values, columns, summed, sums, steepness, factor):
+    def meet_queries(have, columns, summed, sums, steepness, factor):
         """dV += P^T dO and dK += dS^T Q for QUERY_STEP queries, in flight when this returns."""
         s, dp, acc, acc_wide = have.s, have.dp, have.acc, have.acc_wide
         wgmma_scores(s, have.a, columns, QUERY_STEP, KEY_PAD, BF16)  # S^T = K Q^T
-        if KEEPS_VALUES:
-            wgmma_scores(dp, have.a_wide, columns + (128 * KEY_PAD >> 4), QUERY_STEP, VALUE_PAD, BF16)  # dP^T = V dO^T
-        else:
-            wgmma_scores_shared(dp, values, columns + (128 * KEY_PAD >> 4), QUERY_STEP, VALUE_PAD, BF16)
+        wgmma_scores(dp, have.a_wide, columns + (128 * KEY_PAD >> 4), QUERY_STEP, VALUE_PAD, BF16)  # dP^T = V dO^T
         wgmma_wait_three(1, s, QUERY_STEP, acc, KEY_PAD, acc_wide, VALUE_PAD)
         weights_by_columns(tile, IN_ORDER, s, sums, steepness)  # P = exp(S - l)
         pack_block(BF16, have.p, s)
         wgmma_values(acc_wide, have.p, summed + (128 * KEY_PAD >> 4), VALUE_PAD, QUERY_STEP, TILE_BYTES, BF16)
-        if QUERY_STEP == 64:
-            wgmma_wait_three(0, dp, QUERY_STEP, s, QUERY_STEP, acc_wide, VALUE_PAD)
-        else:
-            wgmma_wait_two(1, dp, QUERY_STEP, s, QUERY_STEP)
+        wgmma_wait_two(1, dp, QUERY_STEP, s, QUERY_STEP)
         score_gradients_by_columns(tile, IN_ORDER, dp, s, sums + 4 * tile.BN, factor)
         pack_block(BF16, have.ds, dp)
         wgmma_values(acc, have.ds, summed, KEY_PAD, QUERY_STEP, TILE_BYTES, BF16)
@@ -130,23 +122,6 @@ def make_backward_wgmma(config):
 
         rows = shared + ROWS_OFFSET
         stage_rows_of_pass(tile, wide, rows, head, first, at.tid)
-        if of_keys and not KEEPS_VALUES:
-            for group in range(tile.BM // 64):
-                at_row = first + 64 * group
-                stage_rows(
-                    tile,
-                    tile.threads,
-                    shared + VALUES_AT + group * (128 * VALUE_PAD),
-                    128,
-                    True,
-                    head.rows_wide + tile.item * at_row,
-                    tile.item * head.n_rows,
-                    tile.value_pad,
-                    tile.value_dim,
-                    64,
-                    head.n_rows - at_row,
-                    at.tid,
-                )
         if OVERLAPS:
             wait_for_previous_kernel()
         exponent = gradient_exponent(tile, head.norms, cuda.blockIdx.y, head.n_rows, head.n_columns, at.lane)
@@ -161,9 +136,7 @@ def make_backward_wgmma(config):
         barrier()
         mine = block_address(rows + 2 * first_row, tile.query_stride, at.lane, False)
         load_query(tile, have.a, mine, head.scale)
-        values = keys_descriptor(shared + VALUES_AT + at.query_warp // 4 * (128 * VALUE_PAD), tile.tile_bytes)
-        if KEEPS_VALUES or not of_keys:
-            load_query(wide, have.a_wide, mine + tile.query_offset, ONE)
+        load_query(wide, have.a_wide, mine + tile.query_offset, ONE)
 
         columns, summed = keys_descriptor(shared, tile.tile_bytes), values_descriptor(shared)
         stage, ahead = 0, LEAD * tile.stage_bytes
@@ -176,7 +149,7 @@ def make_backward_wgmma(config):
                 for h in range(tile.BN // QUERY_STEP):
                     offset = stage + 2 * QUERY_STEP * h >> 4
                     sums = columns_address(IN_ORDER, shared + stage + tile.sums_offset + 4 * QUERY_STEP * h, at.lane)
-                    meet_queries(have, values, columns + offset, summed + offset, sums, steepness, factor)
+                    meet_queries(have, columns + offset, summed + offset, sums, steepness, factor)
             else:
                 for h in range(tile.BN // KEY_STEP):
                     offset, left = stage + 2 * KEY_STEP * h >> 4, head.n_columns - j * tile.BN - KEY_STEP * h

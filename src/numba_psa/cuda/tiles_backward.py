@@ -269,7 +269,6 @@ class WarpgroupBackwardConfig(BackwardTileConfig):
 
     key_step: int = 64
     query_step: int = 32
-    keeps_values: bool = True
     bf16: bool = False
     BN: int = 64
     stages: int = 4
@@ -309,14 +308,9 @@ class WarpgroupBackwardConfig(BackwardTileConfig):
         """Of the rows' second operand, from the first."""
         return self.key_pad * self.query_stride
 
-    @property
-    def values_at(self) -> int:
-        """Of the block's values, [value_pad][64 rows] for each warpgroup, if they stay in shared memory."""
-        return self.stages * self.stage_bytes
-
     @cached_property
     def shared_bytes(self) -> int:
-        return 1024 + self.values_at + (0 if self.keeps_values else 2 * self.BM * self.value_pad)
+        return 1024 + self.stages * self.stage_bytes
 
     @property
     def fragment_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -76,27 +76,6 @@ def wgmma_scores(context, s, q, keys, block, key_dim, bf16):
 
 
 @intrinsic
-def wgmma_scores_shared(context, s, rows, keys, block, key_dim, bf16):
-    """wgmma_scores with the rows in shared memory too: the descriptor of [key_dim][64 rows] rows, 128-byte swizzle."""
-    n, steps, kind = _constant(block), _constant(key_dim) // 16, "bf16" if _constant(bf16) else "f16"
-    lines = [_PREDICATES.replace(".b64 d;", ".b64 d, a;"), "wgmma.fence.sync.aligned;"]
-    for i in range(steps):
-        lines.append(
-            f"add.s64 a, ${n // 2}, {128 * i}; add.s64 d, ${n // 2 + 1}, {128 * i}; "
-            f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} "
-            f"{_names(0, n // 2)}, a, d, {'no' if i == 0 else 'yes'}, 1, 1, 1, 1;"
-        )
-    asm = " ".join([*lines, "wgmma.commit_group.sync.aligned; }"])
-
-    def generate(context, builder, signature, v):
-        outputs, _ = _load(context, builder, signature.args[0], v[0], n // 2, _F)
-        _emit(builder, asm, outputs, list(v[1:3]), tied=0)
-        return context.get_dummy_value()
-
-    return types.void(s, types.uint64, types.uint64, block, key_dim, bf16), generate
-
-
-@intrinsic
 def wgmma_values(context, acc, p, values, value_dim, block, tile_bytes, bf16):
     """Start acc[64 x value_dim] += p v: p in registers, values the descriptor of [value_dim][64 keys] rows, swizzled.
 

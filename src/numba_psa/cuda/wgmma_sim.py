@@ -50,26 +50,12 @@ def wgmma_scores(s, q, keys, block, key_dim, bf16):
     collective(lambda given: _multiply(given, steps, block, offsets, True, True, unpack), s, q, keys, size=128)
 
 
-def _multiply_shared(given, steps, n, unpack):
-    _, rows, keys = given[0]
-    d = np.zeros((64, n), np.float32)
-    for step in range(steps):
-        d += _operand(rows, 2048 * step, 16, 64, True, unpack).T @ _operand(keys, 2048 * step, 16, n, True, unpack)
-    _hand_out(given, d)
-    return [None] * 128
-
-
 def _hand_out(given, d):
     """The accumulators of every thread from the product."""
     for thread, arrays in enumerate(given):
         out = arrays[0].reshape(d.shape[1] // 8, 4)
         for i in range(4):
             out[:, i] = d[_ROW[thread] + 8 * (i // 2), _PAIR[thread] + i % 2 :: 8][: d.shape[1] // 8]
-
-
-def wgmma_scores_shared(s, rows, keys, block, key_dim, bf16):
-    unpack = unpack_bf16 if bf16 else unpack_f16
-    collective(lambda given: _multiply_shared(given, key_dim // 16, block, unpack), s, rows, keys, size=128)
 
 
 def wgmma_values(acc, p, values, value_dim, block, tile_bytes, bf16):
