@@ -50,7 +50,8 @@ class AttentionPlan:
     """`plan(qkv, out, stream=None)` is psa_attention for one shape and dtype, at the price of a launch.
 
     qkv, out: contiguous device arrays of that shape and dtype, or their addresses as ints; out is written. stream: as in
-    psa_attention. Nothing is allocated and nothing waited for: it can be captured into a CUDA graph.
+    psa_attention. Nothing is waited for: it can be captured into a CUDA graph. Nothing is allocated, but for 16-bit qkv
+    whose N is no multiple of 8: there the stream may lend 3/4 of its size, at most 256 MiB or a head, until the call ends.
     """
 
     def __init__(
