@@ -146,8 +146,10 @@ def head_runs(heads: int, most: int = MAX_GRID_Y) -> list[tuple[int, int]]:
 
 # ---- memory for the time of a launch ----------------------------------------------------------------------------------
 @cache
-def _pool(device: int) -> Any:
-    """A pool of this package's own, which keeps what is given back to it."""
+def memory_pool(device: int) -> Any:
+    """A pool of this package's own, which keeps what is given back to it. To be made before a stream is captured."""
+    if SIMULATED:
+        return None
     from cuda.bindings import driver
 
     properties = driver.CUmemPoolProps()
@@ -170,7 +172,7 @@ def borrowed(count: int, stream: int, device: int) -> Iterator[int]:
         return
     from cuda.bindings import driver
 
-    pointer = checked(driver.cuMemAllocFromPoolAsync(count, _pool(device), stream), "cuMemAllocFromPoolAsync")
+    pointer = checked(driver.cuMemAllocFromPoolAsync(count, memory_pool(device), stream), "cuMemAllocFromPoolAsync")
     try:
         yield int(pointer)
     finally:

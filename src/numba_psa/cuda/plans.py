@@ -19,7 +19,7 @@ from numba_psa._numba_cuda import MAX_GRID_Y, SIMULATED, cuda
 from numba_psa.cuda.align import ALIGN_SIGNATURE, AlignConfig, make_align_rows, pitch_of
 from numba_psa.cuda.choice import Choice, Problem, choose
 from numba_psa.cuda.forward import SIGNATURE
-from numba_psa.cuda.launching import architecture, borrowed, current_device, head_runs, kernel
+from numba_psa.cuda.launching import architecture, borrowed, current_device, head_runs, kernel, memory_pool
 from numba_psa.cuda.views import dtype_of, kind_of, stream_handle
 from numba_psa.errors import DTypeError, ParameterError
 from numba_psa.numerics import FLOAT32, FLOAT64, LOG2E, check_scale, float_dtype
@@ -206,6 +206,7 @@ class Aligner:
     def __init__(self, problem: Problem, device: int):
         self._config, self._device, self._n = AlignConfig(problem.key_dim), device, problem.n_keys
         self._kernel = kernel(make_align_rows, self._config, ALIGN_SIGNATURE)
+        memory_pool(device)
         self.heads = max(1, min(MAX_GRID_Y, self.MOST // self._config.bytes(self._n)))
 
     @contextmanager
