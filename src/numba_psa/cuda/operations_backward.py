@@ -49,7 +49,8 @@ def psa_attention_backward(
         call = Call(stream, **arrays)
         PSAShape.from_qkv(call["qkv"].shape, check_count("num_heads", num_heads, 1))
         scale = {"softmax_scale": softmax_scale, "stream": stream}
-        _, saved = psa_attention(qkv, num_heads, save_for_backward=True, **scale)
+        with call.on_stream():
+            _, saved = psa_attention(qkv, num_heads, save_for_backward=True, **scale)
     call = Call(stream, **arrays, out=saved[0], l=saved[1])
     scale = None if softmax_scale is None else check_scale(softmax_scale, 1.0)
     check_count("num_heads", num_heads, 1)
@@ -58,7 +59,8 @@ def psa_attention_backward(
     check_shape("out", call["out"].shape, plan.shape.out, OUT_AXES)
     check_shape("l", call["l"].shape, plan.shape.l, L_AXES)
     d_qkv = call.empty(plan.shape.qkv)
-    workspace = call.empty((plan.workspace_bytes // 4,), FLOAT32)
+    with call.on_stream():
+        workspace = call.empty((plan.workspace_bytes // 4,), FLOAT32)
     addresses = (call[name].pointer for name in ("qkv", "d_out", "out", "l"))
     plan.launch(*addresses, d_qkv.pointer, workspace.pointer, call.stream)
     return call.result(d_qkv)
@@ -117,7 +119,8 @@ def psa_fa2_backward(
         for name, given, sizes, axes in (("dq", dq, shape.q, Q_AXES), ("dk", dk, shape.k, K_AXES))
     ]
     stored = call.target("dv", dv, shape.v, V_AXES)
-    fresh = [call.empty(sizes) for sizes in (shape.q, shape.k)]
+    with call.on_stream():
+        fresh = [call.empty(sizes) for sizes in (shape.q, shape.k)]
     _launch(call, shape, scale, DQ | DKV, (*fresh, stored))
     for target, gradient in zip(added, fresh, strict=True):
         if target is not None:
@@ -152,7 +155,8 @@ def _launch(
     if not shape.bh or not max(shape.n_ctx_q, shape.n_ctx_k):
         return
     launcher = backward_launcher(problem, passes, current_device())
-    workspace = call.empty((launcher.workspace_bytes // 4,), FLOAT32)
+    with call.on_stream():
+        workspace = call.empty((launcher.workspace_bytes // 4,), FLOAT32)
     launcher(call.stream, inputs, outputs, workspace.pointer, scale, exponent_scale(scale, call.dtype))
 
 
@@ -167,7 +171,8 @@ def psa_pack_qkv_backward(
     call = Call(stream, d_packed=d_packed)
     shape = PSAShape.from_packed(call["d_packed"].shape, num_heads, height, width, "d_packed")
     target = None if d_qkv is None else call.added_target("d_qkv", d_qkv, shape.qkv, QKV_AXES)
-    moved = call.empty(shape.qkv)
+    with call.on_stream():
+        moved = call.empty(shape.qkv)
     pointers = call["d_packed"].pointer, moved.pointer
     launch_transpose(call, layout.make_psa_pack_qkv_backward, PACK_SIGNATURE, shape, SECTIONS, *pointers)
     if target is None:

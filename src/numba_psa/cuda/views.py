@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from math import prod
 from typing import Any
@@ -94,6 +95,25 @@ class Call:
             array = self._like.new_empty(count, dtype=sys.modules["torch"].uint8)
             return View(array.data_ptr(), (count,), np.dtype(np.uint8), array)
         return None
+
+    def on_stream(self) -> AbstractContextManager:
+        """In this context memory is taken from what belongs to the call's stream.
+
+        A library hands freed memory to the next allocation of the same stream: temporaries may then go when the call
+        returns, though kernels still run.
+        """
+        if self.kind == "torch":
+            streams, device = sys.modules["torch"].cuda, self._like.get_device()
+            if self.stream == _torch_stream(device):
+                return nullcontext()
+            own = streams.ExternalStream(self.stream, device=device) if self.stream else streams.default_stream(device)
+            return streams.stream(own)
+        if self.kind == "cupy":
+            streams = sys.modules["cupy"].cuda
+            if self.stream == streams.get_current_stream().ptr:
+                return nullcontext()
+            return streams.ExternalStream(self.stream) if self.stream else streams.Stream.null
+        return nullcontext()
 
     def result(self, view: View) -> Any:
         """A result as the caller's kind of array."""
