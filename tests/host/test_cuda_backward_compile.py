@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from test_cuda_compile import PTXAS, compile_all, needs_ptxas
 
 from numba_psa import BackendUnavailableError, DTypeError, ParameterError, PSAShape, ShapeError, cuda
-from numba_psa.cuda import compiling
+from numba_psa.cuda import compiling, tiles_backward_wgmma
 from numba_psa.cuda import tiles_backward as tiles
 from numba_psa.cuda.backward import BACKWARD_SIGNATURE
 from numba_psa.cuda.backward_sums import SUMS_SIGNATURE, make_backward_sums
@@ -56,14 +56,18 @@ BAD_CONFIGS = [
     (tiles.MmaBackwardConfig, {"saves_l": True}, "for the forward"),
     (tiles.Tf32BackwardConfig, {"BN": 16}, "multiple of 32"),
     (tiles.Tf32BackwardConfig, {"key_dim": 128, "value_dim": 128, "row_warps": 4, "arch": 120}, "shared memory exceed"),
-    (tiles.WarpgroupBackwardConfig, {"arch": 80}, "needs sm_90"),
-    (tiles.WarpgroupBackwardConfig, {"arch": 90, "key_step": 48}, "32 or 64"),
-    (tiles.WarpgroupBackwardConfig, {"arch": 90, "BN": 32}, "BN must be 64"),
-    (tiles.WarpgroupBackwardConfig, {"arch": 90, "row_warps": 2}, "4 or 8"),
-    (tiles.WarpgroupBackwardConfig, {"arch": 90, "key_dim": 64, "value_dim": 128}, "more than registers hold"),
-    (tiles.WarpgroupBackwardConfig, {"arch": 90, "tokens_first": True}, "channels first"),
-    (tiles.Tf32WarpgroupBackwardConfig, {"arch": 90, "key_dim": 36}, "at most 32"),
-    (tiles.Tf32WarpgroupBackwardConfig, {"arch": 90, "stages": 2}, "stages 3"),
+    (tiles_backward_wgmma.WarpgroupBackwardConfig, {"arch": 80}, "needs sm_90"),
+    (tiles_backward_wgmma.WarpgroupBackwardConfig, {"arch": 90, "key_step": 48}, "32 or 64"),
+    (tiles_backward_wgmma.WarpgroupBackwardConfig, {"arch": 90, "BN": 32}, "BN must be 64"),
+    (tiles_backward_wgmma.WarpgroupBackwardConfig, {"arch": 90, "row_warps": 2}, "4 or 8"),
+    (
+        tiles_backward_wgmma.WarpgroupBackwardConfig,
+        {"arch": 90, "key_dim": 64, "value_dim": 128},
+        "more than registers hold",
+    ),
+    (tiles_backward_wgmma.WarpgroupBackwardConfig, {"arch": 90, "tokens_first": True}, "channels first"),
+    (tiles_backward_wgmma.Tf32WarpgroupBackwardConfig, {"arch": 90, "key_dim": 36}, "at most 32"),
+    (tiles_backward_wgmma.Tf32WarpgroupBackwardConfig, {"arch": 90, "stages": 2}, "stages 3"),
 ]
 
 

@@ -18,14 +18,8 @@ from numba_psa.cuda.backward_wgmma import make_backward_wgmma
 from numba_psa.cuda.backward_wgmma_tf32 import make_backward_wgmma_tf32
 from numba_psa.cuda.choice import Choice, Problem
 from numba_psa.cuda.plans_backward import BackwardLauncher, exponent_scale
-from numba_psa.cuda.tiles_backward import (
-    DKV,
-    DQ,
-    MmaBackwardConfig,
-    Tf32BackwardConfig,
-    Tf32WarpgroupBackwardConfig,
-    WarpgroupBackwardConfig,
-)
+from numba_psa.cuda.tiles_backward import DKV, DQ, MmaBackwardConfig, Tf32BackwardConfig
+from numba_psa.cuda.tiles_backward_wgmma import Tf32WarpgroupBackwardConfig, WarpgroupBackwardConfig
 from numba_psa.shapes import AttentionShape
 from numba_psa.testing.check import check
 

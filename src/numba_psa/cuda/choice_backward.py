@@ -9,12 +9,8 @@ from numba_psa.cuda.backward_tf32 import make_backward_tf32
 from numba_psa.cuda.backward_wgmma import make_backward_wgmma
 from numba_psa.cuda.backward_wgmma_tf32 import make_backward_wgmma_tf32
 from numba_psa.cuda.choice import Candidate, Choice, Problem
-from numba_psa.cuda.tiles_backward import (
-    MmaBackwardConfig,
-    Tf32BackwardConfig,
-    Tf32WarpgroupBackwardConfig,
-    WarpgroupBackwardConfig,
-)
+from numba_psa.cuda.tiles_backward import MmaBackwardConfig, Tf32BackwardConfig
+from numba_psa.cuda.tiles_backward_wgmma import Tf32WarpgroupBackwardConfig, WarpgroupBackwardConfig
 from numba_psa.errors import ParameterError, ShapeError
 from numba_psa.numerics import BFLOAT16, FLOAT32
 
