@@ -3,6 +3,7 @@
 The weights come from `scripts/fetch_models.sh` and are never committed.
 """
 
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image, ImageDraw
 from typer.testing import CliRunner
 
+from numba_psa.errors import WeightsError
 from numba_psa.nn import onnx_graph, picture
 from numba_psa.nn.discover import attention_layers, layer_class
 from numba_psa.nn.files import read_state
@@ -75,14 +77,25 @@ def test_there_are_no_other_attention_layers():
     assert found == {"model.10": "C2PSA", "model.22": "C3k2"}
 
 
-def test_infer_on_a_picture(tmp_path):
+@pytest.mark.parametrize("with_onnxruntime", [False, True])
+def test_infer_on_a_picture(tmp_path, monkeypatch, with_onnxruntime):
     from numba_psa.cli import app
+    from numba_psa.nn.yolo.detector import Detector
 
     scene().save(tmp_path / "scene.png")
     x, y = tensors((448, 640))["model.10"]  # what the longer side 640 makes of 600×420
+    if with_onnxruntime:  # as for a network that is none of ours
+
+        def refuse(*_, **__):
+            raise WeightsError("no detector")
+
+        monkeypatch.setattr(Detector, "from_state_dict", refuse)
+    else:
+        monkeypatch.setitem(sys.modules, "onnxruntime", None)
     arguments = ["--input", tmp_path / "scene.png", "--output", tmp_path / "y.npy", "--heatmap", tmp_path / "map.png"]
     result = CliRunner().invoke(app, ["infer", "--weights", str(YOLO26N), *map(str, arguments), "--query", "9,5"])
     assert result.exit_code == 0, result.output
+    assert ("by onnxruntime" if with_onnxruntime else "through yolo26n up to model.9") in result.output
     assert relative_error(np.load(tmp_path / "y.npy"), y) <= LIMIT
     assert Image.open(tmp_path / "map.png").size == (640, 448)
     assert x.shape[2:] == (14, 20)

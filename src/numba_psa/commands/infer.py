@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 def infer(
     weights: Annotated[Path, typer.Option(help="A .safetensors, .npz or .onnx file.")],
-    input: Annotated[Path, typer.Option(help="x [B, c_in, H, W] as .npy; or a picture, with .onnx weights.")],
+    input: Annotated[Path, typer.Option(help="x [B, c_in, H, W] as .npy; or a picture, with a whole network's weights.")],
     output: Annotated[Path | None, typer.Option(help="Write y here, as .npy.")] = None,
     prefix: Annotated[str, typer.Option(help="Where the layer stands among the weights.")] = "model.10",
     impl: Annotated[str, typer.Option(help="cpu, oracle, cuda or mirror.")] = "cpu",
@@ -25,8 +26,9 @@ def infer(
 ) -> None:
     """Run the layer at --prefix on --input.
 
-    A picture is put through the network before the layer by onnxruntime (RGB, resized with its proportions kept, grey
-    around it, divided by 255), so it needs .onnx weights. The heatmap is computed by the float64 oracle.
+    A picture (RGB, resized with its proportions kept, grey around it, divided by 255) is put through the network before the
+    layer: through that of `numba_psa.nn.yolo` where the weights are a YOLO11's or YOLO26's, else, of an .onnx file, by
+    onnxruntime. The heatmap is computed by the float64 oracle.
     """
     from numba_psa.errors import NumbaPSAError, ParameterError
 
@@ -45,16 +47,17 @@ def _infer(weights, input, output, prefix, impl, num_heads, imgsz, heatmap, quer
     from numba_psa.errors import ParameterError
     from numba_psa.nn import picture
     from numba_psa.nn.discover import layer_class
-    from numba_psa.nn.files import read_state
+    from numba_psa.nn.files import read_file
 
-    state = read_state(weights)
+    state, metadata = read_file(weights)
     options = {} if num_heads is None else {"num_heads": num_heads}
     layer = layer_class(state, prefix).from_state_dict(state, prefix, **options)
     image = None
     if input.suffix.lower() == ".npy":
         x = _array(input)
     else:
-        x, image = _features(weights, prefix, picture.read(input), imgsz)
+        x, image, network = _features(weights, state, metadata, prefix, picture.read(input), imgsz)
+        typer.echo(f"{input}: {image.width}×{image.height}, put through {network}")
     y = layer(x, impl)
     typer.echo(f"{prefix} ({type(layer).__name__}): {x.dtype} {list(x.shape)} -> {list(y.shape)}, impl {impl}")
     if output is not None:
@@ -86,20 +89,32 @@ def _array(path: Path):
         raise ParameterError(f"{path} is no .npy file of numbers: {error}") from error
 
 
-def _features(weights: Path, prefix: str, image, imgsz: int):
-    """(x that enters the layer at `prefix` when the network sees the picture, the picture in its frame)."""
-    from numba_psa.errors import ParameterError
+def _features(weights: Path, state, metadata, prefix: str, image, imgsz: int):
+    """(x that enters the layer at `prefix` when the network sees the picture, the picture in its frame, what network)."""
+    from numba_psa.errors import ParameterError, WeightsError
     from numba_psa.nn import onnx_graph, picture
+    from numba_psa.nn.yolo.detector import Detector
 
+    layer = re.fullmatch(r"model\.(\d+)", prefix.strip("."))
+    try:
+        detector = layer and Detector.from_state_dict(state, metadata=metadata)
+    except WeightsError as error:
+        detector, reason = None, str(error)
+    else:
+        reason = f"of a detector only whole layers model.N are reached, not {prefix}"
+    if detector:
+        image, before = picture.framed(image, imgsz), str(int(layer[1]) - 1)  # every attention layer reads the one before
+        x = detector(picture.network_input(image), taps=before)[1][before]
+        return x, image, f"{detector.family}{detector.scale} up to model.{before}"
     if weights.suffix.lower() != ".onnx":
         raise ParameterError(
-            f"a picture must pass the network before {prefix}, which {weights} does not hold: "
+            f"a picture must pass the network before {prefix}, which cannot be built from {weights} ({reason}): "
             "give the network as .onnx, or the layer's input as .npy"
         )
     model = onnx_graph.parse(weights, weights.read_bytes())
     image = picture.framed(image, imgsz, onnx_graph.image_size(model))
     first = onnx_graph.first_conv(model, prefix)
-    return onnx_graph.tensors(model, weights, [first], picture.network_input(image))[0], image
+    return onnx_graph.tensors(model, weights, [first], picture.network_input(image))[0], image, f"{weights} by onnxruntime"
 
 
 def _token(query: str | None, size: tuple[int, int]) -> tuple[int, int]:
