@@ -57,14 +57,19 @@ def error_of(choice: Choice, problem: Problem) -> float:
     return relative(to_host(arrays[1]), oracle.psa_attention(qkv, problem.heads, dtype=np.float64))
 
 
-def main() -> None:
-    failures = 0
+class Report:
+    """Prints an error beside its name, and counts those that are not within their limit."""
 
-    def report(name: str, error: float, limit: float) -> None:
-        nonlocal failures
-        failures += not error <= limit
+    def __init__(self) -> None:
+        self.failures = 0
+
+    def __call__(self, name: str, error: float, limit: float) -> None:
+        self.failures += not error <= limit
         print(f"{'ok' if error <= limit else 'WRONG':6s}{error:.1e}  {name}", flush=True)
 
+
+def main() -> None:
+    report = Report()
     for choice, problem in kernels():
         report(choice.config.name, error_of(choice, problem), LIMIT[problem.dtype.name])
     rng = np.random.default_rng(0)
@@ -86,7 +91,7 @@ def main() -> None:
             given = packed[2], packed[3], shape.num_heads, shape.height, shape.width
             merged = cuda.psa_merge_attn_nchw(*given)
             report(f"psa_merge_attn_nchw {name}", relative(merged, oracle.psa_merge_attn_nchw(*given)), 0)
-    sys.exit(bool(failures))
+    sys.exit(bool(report.failures))
 
 
 if __name__ == "__main__":

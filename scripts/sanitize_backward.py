@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from sanitize import LIMIT, relative
+from sanitize import LIMIT, Report, relative
 
 from numba_psa import OPERATIONS, cuda, oracle
 from numba_psa._numba_cuda import to_device, to_host
@@ -60,13 +60,7 @@ def error_of(choice: Choice, problem: Problem) -> float:
 
 
 def main() -> None:
-    failures = 0
-
-    def report(name: str, error: float, limit: float) -> None:
-        nonlocal failures
-        failures += not error <= limit
-        print(f"{'ok' if error <= limit else 'WRONG':6s}{error:.1e}  {name}", flush=True)
-
+    report = Report()
     for choice, problem in kernels():
         report(choice.config.name, error_of(choice, problem), LIMIT[problem.dtype.name])
     rng = np.random.default_rng(0)
@@ -85,7 +79,7 @@ def main() -> None:
             found, want = operation(cuda, given), operation(oracle, given)
             for output, x in found.items():
                 report(f"{name} {output} {dtype}", relative(x, want[output].astype(np.float64)), limit)
-    sys.exit(bool(failures))
+    sys.exit(bool(report.failures))
 
 
 if __name__ == "__main__":
