@@ -250,6 +250,7 @@ def test_profile_is_a_table(weights):
         ["decode", "Decode", "", "1.00", "25.0%", "0.000", ""],
         ["all", "", "", "4.00", "100.0%", "0.500", "125"],
     ]
+    assert result.stdout.splitlines()[-1].startswith("onnxruntime: not compared, best.onnx is no .onnx file")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ YOLO11n bright balls.
 """
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +25,8 @@ TORCH, TORCH_CONF = REFERENCE["boxes"], REFERENCE["conf"]
 CONF = 1e-3
 PIXELS, SCORE = 0.5, 0.005
 """How far a box, in pixels of the picture, and its score may be from what onnxruntime gives."""
+
+LINE = r"the whole: ([\d.]+) ms; onnxruntime: ([\d.]+) ms, ([\d.]+) times ours \(\d+ threads each\)"
 
 pytestmark = pytest.mark.skipif(not YOLO11N.exists(), reason="no trained weights: bash scripts/fetch_models.sh")
 
@@ -107,3 +110,11 @@ def test_the_command(tmp_path, monkeypatch):
         assert one["boxes"] == detect(model(), image(name), imgsz=320).as_json()
         with Image.open(tmp_path / "seen" / f"{name}.png") as seen:
             assert seen.size == image(name).size
+
+
+def test_a_profile_compares_with_onnxruntime(tmp_path):
+    image(next(iter(DRAWN))).save(tmp_path / "scene.png")
+    arguments = ["detect", str(tmp_path / "scene.png"), "--weights", str(YOLO26N), "--profile", "--imgsz", "160"]
+    *_, last = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout.splitlines()
+    whole, theirs, ratio = map(float, re.fullmatch(LINE, last).groups())
+    assert ratio == pytest.approx(theirs / whole, abs=0.1 * ratio + 0.1)

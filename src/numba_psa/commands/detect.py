@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -96,7 +98,7 @@ def _detect(images, weights, imgsz, conf, out, json_file, profile, address) -> i
         if json_target:
             _write_json(json_target, weights, request, results)
     if profile:
-        _profile(model, images, imgsz)
+        _profile(model, weights, images, imgsz)
     return sum(bool(result.error) for result in results)
 
 
@@ -179,8 +181,8 @@ def _write_json(file: BinaryIO, weights: Path, request: Any, results: Sequence[A
     file.write(f'{head[:-1]}, "images": [\n{lines}\n]}}\n'.encode())
 
 
-def _profile(model: Any, images: Sequence[str], imgsz: int) -> None:
-    """Print each layer's time on the first picture that can be read."""
+def _profile(model: Any, weights: Path, images: Sequence[str], imgsz: int) -> None:
+    """Print each layer's time on the first picture that can be read, and onnxruntime's time for the whole."""
     from rich.console import Console
     from rich.table import Table
 
@@ -210,3 +212,33 @@ def _profile(model: Any, images: Sequence[str], imgsz: int) -> None:
     if not console.is_terminal:
         console = Console(width=100)
     console.print(table)
+    typer.echo(_against_onnxruntime(model, weights, x))
+
+
+def _against_onnxruntime(model: Any, weights: Path, x: Any) -> str:
+    """One line: how long onnxruntime takes for what the model does, or why that is not known."""
+    import numba
+
+    from numba_psa.errors import BackendUnavailableError, WeightsError
+    from numba_psa.nn import onnx_graph
+
+    if weights.suffix.lower() != ".onnx":
+        return f"onnxruntime: not compared, for {weights} is no .onnx file"
+    threads = numba.get_num_threads()
+    try:
+        peer = onnx_graph.runner(onnx_graph.parse(weights, weights.read_bytes()), weights, threads)
+        theirs = _milliseconds(peer, x)
+    except (BackendUnavailableError, WeightsError) as error:
+        return f"onnxruntime: not compared, {error}"
+    ours = _milliseconds(model.predict, x)
+    return f"the whole: {ours:.1f} ms; onnxruntime: {theirs:.1f} ms, {theirs / ours:.2f} times ours ({threads} threads each)"
+
+
+def _milliseconds(call: Callable[[Any], Any], x: Any, calls: int = 20) -> float:
+    """Median of a call after two that warm up."""
+    times = []
+    for _ in range(calls + 2):
+        start = time.perf_counter()
+        call(x)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[2:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,21 +74,35 @@ def _conv(model: Any, prefix: str, *, first: bool) -> Any:
 
 def tensors(model: Any, path: Path, names: Sequence[str], image: np.ndarray) -> list[np.ndarray]:
     """The named tensors of the network on `image` `[1, 3, H, W]`, computed by onnxruntime on the CPU."""
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendUnavailableError(f"running {path} needs onnxruntime: pip install 'numba-psa[bench]'") from error
     from onnx import helper
 
     present = {output.name for output in model.graph.output}
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in present)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    return runner(model, path)(image, list(names))
+
+
+def runner(model: Any, path: Path, threads: int = 0) -> Callable[..., list[np.ndarray]]:
+    """call(image, names=None): the network's outputs, or those named, by onnxruntime on the CPU; threads 0: its own choice.
+
+    Raises BackendUnavailableError where onnxruntime is missing, WeightsError, also later, where it cannot run the network.
+    """
     try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        return session.run(list(names), {session.get_inputs()[0].name: image})
-    except Exception as error:  # onnxruntime's own types have no common base but this
-        raise WeightsError(f"onnxruntime cannot run {path}: {error}") from error
+        import onnxruntime
+    except ImportError as error:
+        raise BackendUnavailableError(f"running {path} needs onnxruntime: pip install 'numba-psa[bench]'") from error
+
+    def typed(step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except Exception as error:  # onnxruntime's own types have no common base but this
+            raise WeightsError(f"onnxruntime cannot run {path}: {error}") from error
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, threads
+    content = model.SerializeToString()
+    session = typed(lambda: onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"]))
+    source = session.get_inputs()[0].name
+    return lambda image, names=None: typed(lambda: session.run(names, {source: image}))
 
 
 def image_size(model: Any) -> tuple[int, int] | None:
