@@ -72,3 +72,9 @@ def test_the_largest_come_in_order(values, count):
     values = np.array(values, np.float32)
     expected = sorted(range(len(values)), key=lambda i: -values[i])[:count]
     assert decode.largest(values, count).tolist() == expected
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 9])
+def test_nan_is_no_score(count):
+    values = np.array([np.nan, 0.5, np.inf, np.nan, -1, np.nan], np.float32)
+    assert decode.largest(values, count).tolist() == [2, 1, 4, 0, 3, 5][:count]

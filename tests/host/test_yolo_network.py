@@ -107,6 +107,17 @@ def test_detectors(family, end2end):
     judge_detector(model, picture(2, 3, 64, 96))
 
 
+@pytest.mark.parametrize("impl", ["cpu", "oracle"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_image_of_no_numbers_spoils_no_other(value, impl):
+    model, images = detector("yolo26", "n", 5), picture(2, 3, 64, 160)
+    expected = model.predict(images[1:], impl)
+    images[0] = value
+    y = model.predict(images, impl)
+    assert not (y[0, :, 4] > 0).any()
+    np.testing.assert_array_equal(y[1:], expected)
+
+
 def test_float64_is_computed_in_float64():
     model, x = detector("yolo11"), picture(1, 3, 32, 64, dtype=np.float64)
     y, expected = model(x), model(x, impl="oracle")

@@ -53,7 +53,8 @@ def end2end(raw: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the `count` largest (or all), falling; of equal ones the first first."""
+    """Indices of the `count` largest (or all), falling; of equal ones the first first; NaN counts as -inf."""
+    values = np.where(np.isnan(values), -np.inf, values)
     if count < len(values):
         least = np.partition(values, len(values) - count)[len(values) - count]
         kept = np.flatnonzero(values >= least)
