@@ -5,6 +5,7 @@ The simulator runs the same kernels in Python threads: set NUMBA_ENABLE_CUDASIM=
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -90,7 +91,22 @@ def _pretend_device(cc: tuple[int, int]):
 
 
 if SIMULATED:
-    from numba.cuda.simulator.kernelapi import FakeCUDAAtomic
+    from numba.core.types import Type
+    from numba.cuda.simulator.kernelapi import FakeCUDAAtomic, FakeCUDAShared
+    from numba.np.numpy_support import as_dtype
+
+    _shared_array = FakeCUDAShared.array
+
+    def _array_of_block(self, shape, dtype, alignment=None):
+        """A block's one array for the line that asks. The simulator's own looks it up and then makes it, so that lanes which
+        come at the same moment get one each, and what they write is not shared."""
+        if shape == 0 or alignment is not None:
+            return _shared_array(self, shape, dtype, alignment)
+        line = sys._getframe(1)
+        array = np.empty(shape, as_dtype(dtype) if isinstance(dtype, Type) else dtype)
+        return self._allocations.setdefault((line.f_code.co_filename, line.f_lineno), array)
+
+    FakeCUDAShared.array = _array_of_block
 
     def device_function(function):
         """In the simulator a device function is a Python function."""

@@ -1,11 +1,15 @@
 """The mirror kernels in the simulator against the oracle: all ten, all dtypes, ragged, special values, bad input."""
 
+import threading
+import time
+
 import kernel_checks
 import numpy as np
 import pytest
 from bad_input import BAD_CALLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.cuda.simulator.kernelapi import FakeCUDAShared
 
 import numba_psa
 from numba_psa import OPERATIONS, PSAShape, ShapeError, mirror, oracle
@@ -137,3 +141,24 @@ def test_the_front_door_takes_mirror():
     with_saved = numba_psa.attention_backward(qkv, out, 1, impl="mirror", saved=saved)
     without = numba_psa.attention_backward(qkv, out, 1, impl="mirror")
     np.testing.assert_array_equal(with_saved, without)
+
+
+def test_lanes_that_allocate_at_once_share_the_array(monkeypatch):
+    shared, together, real, found = FakeCUDAShared(0), threading.Barrier(8), np.empty, []
+
+    def slowly(*arguments):
+        time.sleep(0.02)
+        return real(*arguments)
+
+    def lane():
+        together.wait()
+        found.append(shared.array(4, np.float32))
+
+    monkeypatch.setattr(np, "empty", slowly)
+    lanes = [threading.Thread(target=lane) for _ in range(8)]
+    for thread in lanes:
+        thread.start()
+    for thread in lanes:
+        thread.join()
+    assert len(found) == 8
+    assert all(array is found[0] for array in found)
